@@ -1,0 +1,93 @@
+"""One line of JSON about a training run: what results/ keeps.
+
+    python results/record_run.py runs/small --commit "$(git rev-parse HEAD)" >> results/training.jsonl
+
+The commit is an argument because a GPU machine may hold a copy of the tree without its history.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsattn import __version__
+from dsattn.training.metrics import read_metrics
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--dirty", action="store_true", help="the tree differs from that commit")
+    options = parser.parse_args()
+    print(json.dumps(record(options.run, options.commit, options.dirty)))
+
+
+def record(run: Path, commit: str, dirty: bool) -> dict[str, Any]:
+    """The record; step times are taken from steps 2 and on of each stage, as logged."""
+    summary = json.loads((run / "summary.json").read_text())
+    config = json.loads((run / "config.json").read_text())
+    model, indexer = config["model"], config["model"]["dsa"]["indexer"]
+    tokens = config["data"]["pack_tokens"] * config["train"]["packs_per_step"]
+    events = [event for event in read_metrics(run) if event["kind"] == "train"]
+    stages = []
+    for index, stage in enumerate(config["train"]["stages"]):
+        logged = [event for event in events if event["stage"] == index]
+        ms = [1000 * tokens / event["tokens_per_second"] for event in logged[1:]]
+        stages.append(
+            {
+                "mode": stage["mode"],
+                "steps": stage["steps"],
+                "ms": {"median": statistics.median(ms), "min": min(ms), "max": max(ms)},
+                "tokens_per_second": statistics.median(event["tokens_per_second"] for event in logged[1:]),
+                "lm_loss": [logged[0]["lm_loss"], logged[-1]["lm_loss"]],
+                "kl": [logged[0]["kl"], logged[-1]["kl"]],
+                "held_out_loss": summary["stages"][index]["held_out_loss"],
+            }
+        )
+    return {
+        "op": "train",
+        "recipe": summary["recipe"],
+        "backend": "reference" if config["model"]["dsa"]["backend"] == "auto" else config["model"]["dsa"]["backend"],
+        "passed_over": {},
+        "shape": {
+            "T": config["data"]["pack_tokens"],
+            "packs_per_step": config["train"]["packs_per_step"],
+            "layers": model["num_layers"],
+            "M": model["hidden_size"],
+            "H": model["attention"]["heads"],
+            "K": indexer["top_k"],
+            "H_I": indexer["heads"],
+            "D": indexer["head_dim"],
+            "parameters": summary["parameters"],
+            "dtype": config["train"]["dtype"],
+        },
+        "stages": stages,
+        "peak_bytes": summary["peak_bytes"],
+        "seconds": summary["seconds"],
+        "gpu": summary["device"],
+        "driver": driver(),
+        "versions": {"dsattn": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "commit": commit,
+        "dirty": dirty,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def driver() -> str | None:
+    """The NVIDIA driver's version, where there is one."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,518 @@
+"""Frozen configuration: one sentence a field, every rule checked when an object is made, all broken rules reported at once.
+
+    RunConfig ── model: ModelConfig ── attention: MLAConfig | GQAConfig ── rope: RopeConfig
+        │                └── dsa: DSAConfig ── indexer: IndexerConfig
+        ├── data: DataConfig
+        ├── train: TrainConfig ── stages: StageConfig, ...
+        └── parallel: ParallelConfig
+
+Nothing else in the package validates configuration.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dsattn.errors import ConfigError
+
+Mode = Literal["dense", "warmup", "sparse", "frozen"]
+LayerType = Literal["dsa", "dense"]
+OutputGate = Literal["none", "headwise", "elementwise"]
+
+_raise_problems = True
+
+
+@contextlib.contextmanager
+def deferred_checks() -> Iterator[None]:
+    """Let objects with broken rules be made, so that `check` can report the problems of a whole tree together."""
+    global _raise_problems
+    before, _raise_problems = _raise_problems, False
+    try:
+        yield
+    finally:
+        _raise_problems = before
+
+
+def check(config: "Checked") -> None:
+    """Raise one ConfigError with every problem of `config` and of all configurations inside it."""
+    problems = list(config.all_problems())
+    if problems:
+        raise ConfigError(problems)
+
+
+class Checked:
+    """Base of every configuration: checks itself when made."""
+
+    def __post_init__(self) -> None:
+        if _raise_problems:
+            check(self)
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each broken rule of this object alone, starting with the field's name."""
+        yield from ()
+
+    def all_problems(self, prefix: str = "") -> Iterator[str]:
+        """Yield the problems of this object and of every configuration inside it, with dotted names."""
+        sound = True
+        for name, inner in self._inner():
+            for problem in inner.all_problems(f"{prefix}{name}."):
+                sound = False
+                yield problem
+        own = self.problems() if sound else self._safely(self.problems())
+        yield from (prefix + problem for problem in own)
+
+    def _inner(self) -> Iterator[tuple[str, "Checked"]]:
+        for item in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            value = getattr(self, item.name)
+            values = enumerate(value) if isinstance(value, tuple) else [(None, value)]
+            for index, one in values:
+                if isinstance(one, Checked):
+                    yield item.name if index is None else f"{item.name}.{index}", one
+
+    @staticmethod
+    def _safely(problems: Iterator[str]) -> Iterator[str]:
+        """Stop quietly where a rule between fields trips over a field that is already reported."""
+        with contextlib.suppress(ArithmeticError, TypeError):
+            yield from problems
+
+    def _at_least(self, least: float, *names: str) -> Iterator[str]:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not value >= least:  # a NaN fails too
+                yield f"{name}={value} must be at least {least:g}"
+
+    def _above_zero(self, *names: str) -> Iterator[str]:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                yield f"{name}={value} must be positive and finite"
+
+    def _even(self, *names: str) -> Iterator[str]:
+        for name in names:
+            if getattr(self, name) % 2:
+                yield f"{name}={getattr(self, name)} must be even: RoPE rotates pairs"
+
+    def _one_of(self, name: str, *allowed: str) -> Iterator[str]:
+        if getattr(self, name) not in allowed:
+            yield f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig(Checked):
+    """Rotary position embedding: frequencies `base ** (-2j / rope_dim)`, optionally stretched by YaRN."""
+
+    base: float = 10_000.0
+    """Base of the geometric series of frequencies."""
+    scaling: Literal["none", "yarn"] = "none"
+    """`yarn` interpolates low frequencies by `factor` to reach longer contexts."""
+    factor: float = 40.0
+    """YaRN: how many times longer the context became."""
+    original_max_position: int = 4096
+    """YaRN: context length of the original training."""
+    beta_fast: float = 32.0
+    """YaRN: dimensions that turn more often than this over the original context keep their frequency."""
+    beta_slow: float = 1.0
+    """YaRN: dimensions that turn less often than this are fully interpolated."""
+    mscale: float = 1.0
+    """YaRN: coefficient of the concentration that multiplies cos and sin (over that of `mscale_all_dim`)."""
+    mscale_all_dim: float = 0.0
+    """YaRN: coefficient m of the softmax scale's factor m(factor)^2; 0 leaves the scale alone."""
+
+    def problems(self) -> Iterator[str]:
+        yield from self._above_zero("base", "factor", "beta_fast", "beta_slow")
+        yield from self._at_least(1, "original_max_position", "factor")
+        yield from self._at_least(0, "mscale", "mscale_all_dim")
+        yield from self._one_of("scaling", "none", "yarn")
+        if not self.base > 1:
+            yield f"base={self.base} must be above 1"
+        if not self.beta_fast > self.beta_slow:
+            yield f"beta_fast={self.beta_fast} must be above beta_slow={self.beta_slow}"
+
+    def concentration(self, coefficient: float) -> float:
+        """m(s, c) = 1 for s <= 1, else 0.1 c ln(s) + 1 (YaRN, arXiv 2309.00071, eq. 22)."""
+        if self.scaling == "none" or self.factor <= 1:
+            return 1.0
+        return 0.1 * coefficient * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAConfig(Checked):
+    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434) in its absorbed form."""
+
+    heads: int = 128
+    """Query heads H."""
+    q_lora_rank: int | None = 1536
+    """Width of the query latent; none projects queries straight from the hidden states."""
+    kv_lora_rank: int = 512
+    """Width V of the latent that keys and values share."""
+    qk_nope_head_dim: int = 128
+    """Query/key width of a head without position."""
+    qk_rope_head_dim: int = 64
+    """Query/key width with RoPE, shared by all heads on the key side; 0 for NoPE."""
+    v_head_dim: int = 128
+    """Value width of a head after the up-projection."""
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    """Frequencies, used by attention and indexer alike."""
+    rope_interleaved: bool = True
+    """Rotate neighbouring lanes (2j, 2j+1); otherwise the halves (j, j + rope_dim/2)."""
+    softmax_scale: float | None = None
+    """Scale of the logits; none means (nope + rope)^-1/2, times YaRN's m^2 where `rope.mscale_all_dim` asks for it."""
+    output_gate: OutputGate = "none"
+    """Sigmoid gate on the heads' outputs: one number a head, or one a channel."""
+    sink: bool = False
+    """A learned logit a head that takes part in the softmax's denominator only."""
+    norm_eps: float = 1e-6
+    """Epsilon of the RMSNorms on both latents."""
+
+    def problems(self) -> Iterator[str]:
+        yield from self._at_least(1, "heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+        yield from self._at_least(0, "qk_rope_head_dim")
+        yield from self._even("qk_rope_head_dim")
+        yield from self._above_zero("softmax_scale", "norm_eps")
+        yield from self._one_of("output_gate", "none", "headwise", "elementwise")
+
+    @property
+    def latent_width(self) -> int:
+        """C: width of the absorbed queries and of the cached latents."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def scale(self) -> float:
+        """The logits' scale that is used."""
+        if self.softmax_scale is not None:
+            return self.softmax_scale
+        m = self.rope.concentration(self.rope.mscale_all_dim)
+        return m * m / math.sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GQAConfig(Checked):
+    """Grouped-query attention."""
+
+    heads: int = 32
+    """Query heads H."""
+    kv_heads: int = 8
+    """Key/value groups G; query head h reads group h // (H / G)."""
+    head_dim: int = 128
+    """Width of a query, key or value head."""
+    rope_dim: int | None = None
+    """Leading lanes of a head that are rotated; none rotates all of them."""
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    """Frequencies, used by attention and indexer alike."""
+    rope_interleaved: bool = False
+    """Rotate neighbouring lanes (2j, 2j+1); otherwise the halves (j, j + rope_dim/2)."""
+    softmax_scale: float | None = None
+    """Scale of the logits; none means head_dim^-1/2, times YaRN's m^2 where `rope.mscale_all_dim` asks for it."""
+    qk_norm: bool = False
+    """RMSNorm on each query and key head before RoPE (Qwen3)."""
+    output_gate: OutputGate = "none"
+    """Sigmoid gate on the heads' outputs: one number a head, or one a channel."""
+    sink: bool = False
+    """A learned logit a head that takes part in the softmax's denominator only."""
+    norm_eps: float = 1e-6
+    """Epsilon of the query and key norms."""
+
+    def problems(self) -> Iterator[str]:
+        yield from self._at_least(1, "heads", "kv_heads", "head_dim")
+        yield from self._at_least(0, "rope_dim")
+        yield from self._above_zero("softmax_scale", "norm_eps")
+        yield from self._one_of("output_gate", "none", "headwise", "elementwise")
+        if self.heads % max(self.kv_heads, 1):
+            yield f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}"
+        if self.rotated % 2:
+            yield f"rope_dim={self.rotated} must be even: RoPE rotates pairs"
+        if self.rotated > self.head_dim:
+            yield f"rope_dim={self.rotated} must not exceed head_dim={self.head_dim}"
+
+    @property
+    def rotated(self) -> int:
+        """Lanes of a head that RoPE turns."""
+        return self.head_dim if self.rope_dim is None else self.rope_dim
+
+    @property
+    def scale(self) -> float:
+        """The logits' scale that is used."""
+        if self.softmax_scale is not None:
+            return self.softmax_scale
+        m = self.rope.concentration(self.rope.mscale_all_dim)
+        return m * m / math.sqrt(self.head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerConfig(Checked):
+    """The lightning indexer: I[t,s] = sum_h w[t,h] relu(q[t,h] . k[s]) (DeepSeek-V3.2, arXiv 2512.02556)."""
+
+    heads: int = 64
+    """Indexer heads H_I."""
+    head_dim: int = 128
+    """Width D of an indexer head."""
+    top_k: int = 2048
+    """Keys K kept per query; a query that sees fewer keeps them all."""
+    query_from: Literal["q_latent", "hidden"] = "q_latent"
+    """What queries are projected from: the attention's normalised query latent, or the hidden states."""
+    rope_dim: int = 64
+    """Lanes of a head that RoPE turns; 0 for NoPE."""
+    rope_first: bool = True
+    """The rotated lanes come first (DeepSeek, GLM); otherwise last (Hunyuan V4)."""
+    rope_interleaved: bool = False
+    """Rotate neighbouring lanes (GLM-5); otherwise halves (DeepSeek-V3.2). A wrong choice is silent: mind the checkpoint."""
+    hadamard: bool = False
+    """Rotate queries and keys by the normalised Hadamard matrix: changes nothing but quantisation error."""
+    relu: bool = True
+    """ReLU between the product and the head weights."""
+    k_norm_eps: float = 1e-6
+    """Epsilon of the LayerNorm on the keys."""
+    k_norm_fp32: bool = False
+    """Run that LayerNorm in fp32 and cast back (Hunyuan V4)."""
+
+    def problems(self) -> Iterator[str]:
+        yield from self._at_least(1, "heads", "head_dim", "top_k")
+        yield from self._at_least(0, "rope_dim")
+        yield from self._even("rope_dim")
+        yield from self._above_zero("k_norm_eps")
+        yield from self._one_of("query_from", "q_latent", "hidden")
+        if self.rope_dim > self.head_dim:
+            yield f"rope_dim={self.rope_dim} must not exceed head_dim={self.head_dim}"
+        if self.hadamard and self.head_dim & (self.head_dim - 1):
+            yield f"head_dim={self.head_dim} must be a power of two for the Hadamard rotation; or set hadamard=False"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSAConfig(Checked):
+    """How a layer selects and who computes it."""
+
+    indexer: IndexerConfig = field(default_factory=IndexerConfig)
+    """The selector's geometry."""
+    share_every: int = 1
+    """Select in every n-th layer; the layers between reuse its selection and own no indexer. 1: every layer selects."""
+    share_offset: int = 0
+    """The first max(offset, 1) layers all select; the period starts there."""
+    block_bytes: int = 2**30
+    """Most bytes of indexer scores alive at once; the selection has the same bits for any value."""
+    precision: Literal["bf16"] = "bf16"
+    """Arithmetic of the selection's scores; `bf16` multiplies operands as they are given, with fp32 accumulation."""
+    deterministic: bool | None = None
+    """Bitwise repeatable gradients; none follows `dsattn.settings` and `torch.use_deterministic_algorithms`."""
+    backend: str = "auto"
+    """Backend of every op by name, or `auto`: the first row of the table whose requirements are met."""
+
+    def problems(self) -> Iterator[str]:
+        yield from self._at_least(1, "share_every")
+        yield from self._at_least(0, "share_offset")
+        yield from self._at_least(1, "block_bytes")
+        yield from self._one_of("precision", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Checked):
+    """A decoder-only language model with DSA."""
+
+    vocab_size: int = 259
+    """Rows of the embedding; the byte tokenizer has 256 bytes and 3 specials."""
+    hidden_size: int = 256
+    """Model width M."""
+    num_layers: int = 4
+    """Decoder layers."""
+    intermediate_size: int = 512
+    """Width of the SwiGLU MLP."""
+    attention: MLAConfig | GQAConfig = field(default_factory=MLAConfig)
+    """The attention of every layer."""
+    dsa: DSAConfig = field(default_factory=DSAConfig)
+    """Selection of the `dsa` layers."""
+    layer_types: tuple[LayerType, ...] | None = None
+    """`dsa` or `dense` for each layer; none makes every layer `dsa`."""
+    norm_eps: float = 1e-6
+    """Epsilon of the RMSNorms between layers."""
+    tie_embeddings: bool = False
+    """Use the embedding as the output head."""
+    init_std: float = 0.02
+    """Standard deviation of fresh weights; projections into the residual stream get it divided by sqrt(2 num_layers)."""
+
+    def problems(self) -> Iterator[str]:
+        yield from self._at_least(1, "vocab_size", "hidden_size", "num_layers", "intermediate_size")
+        yield from self._above_zero("norm_eps", "init_std")
+        indexer = self.dsa.indexer
+        if self.layer_types is not None and len(self.layer_types) != self.num_layers:
+            yield f"layer_types has {len(self.layer_types)} entries for num_layers={self.num_layers}; give one each"
+        for index, kind in enumerate(self.layer_types or ()):
+            if kind not in ("dsa", "dense"):
+                yield f"layer_types.{index}={kind!r} must be one of dsa, dense"
+        if indexer.query_from == "q_latent" and getattr(self.attention, "q_lora_rank", None) is None:
+            yield "dsa.indexer.query_from='q_latent' needs attention.q_lora_rank; use query_from='hidden'"
+        rotated = getattr(self.attention, "qk_rope_head_dim", getattr(self.attention, "rotated", 0))
+        if indexer.rope_dim not in (0, rotated):
+            yield f"dsa.indexer.rope_dim={indexer.rope_dim} must be 0 or the attention's {rotated}: they share one table"
+
+    @property
+    def types(self) -> tuple[LayerType, ...]:
+        """One entry a layer."""
+        return self.layer_types if self.layer_types is not None else ("dsa",) * self.num_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Checked):
+    """Which text is read, and how it becomes packs of documents."""
+
+    source: str = "stdlib"
+    """`stdlib` (the running Python's own library), a folder, a glob, or a file: text, .jsonl or .parquet."""
+    text_field: str = "text"
+    """Field or column of JSONL and Parquet files that holds the text."""
+    tokenizer: str = "bytes"
+    """`bytes`, or the name or path of a Hugging Face tokenizer."""
+    pack_tokens: int = 1024
+    """Tokens T of one pack: documents laid end to end, the last one cut to fit."""
+    held_out: float = 0.05
+    """Share of the files kept for evaluation, chosen by a hash of their name."""
+    min_document_tokens: int = 0
+    """Shorter pieces of text are passed over; 0 keeps everything."""
+    seed: int = 0
+    """Order of the files."""
+
+    def problems(self) -> Iterator[str]:
+        yield from self._at_least(2, "pack_tokens")
+        yield from self._at_least(0, "min_document_tokens", "seed")
+        if not self.source:
+            yield "source='' must name text: a folder, a glob, a file, or 'stdlib'"
+        if not 0 <= self.held_out < 1:
+            yield f"held_out={self.held_out} must be in [0, 1)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig(Checked):
+    """A stretch of training in one mode."""
+
+    mode: Mode = "sparse"
+    """`dense` (no indexer), `warmup` (dense attention, only the indexer learns), `sparse` (both), `frozen` (indexer fixed)."""
+    steps: int = 100
+    """Optimiser steps."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    lr_warmup: int = 0
+    """Steps of linear warm-up from zero; a shorter stage ends within it."""
+    lr_final: float = 0.1
+    """Learning rate at the end, as a share of the peak; the way there is a half cosine."""
+    kl_weight: float = 1.0
+    """Weight of the indexer's KL loss beside the language-model loss."""
+
+    def problems(self) -> Iterator[str]:
+        yield from self._one_of("mode", "dense", "warmup", "sparse", "frozen")
+        yield from self._at_least(1, "steps")
+        yield from self._at_least(0, "lr_warmup")
+        yield from self._above_zero("lr", "kl_weight")
+        if not 0 <= self.lr_final <= 1:
+            yield f"lr_final={self.lr_final} must be in [0, 1]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Checked):
+    """The training run."""
+
+    stages: tuple[StageConfig, ...] = (StageConfig(),)
+    """Stages in order; the model goes on from one to the next with a fresh optimiser."""
+    packs_per_step: int = 8
+    """Packs in one optimiser step, over all micro-batches and data-parallel ranks."""
+    packs_per_micro_batch: int = 8
+    """Packs in one forward; losses and gradients do not depend on it."""
+    weight_decay: float = 0.1
+    """AdamW weight decay of matrices; vectors get none."""
+    beta1: float = 0.9
+    """AdamW decay of the first moment."""
+    beta2: float = 0.95
+    """AdamW decay of the second moment."""
+    grad_clip: float = 1.0
+    """Largest global gradient norm; larger ones are scaled down."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of the layers; parameters and optimiser stay fp32."""
+    device: str = "auto"
+    """`auto` takes a GPU where there is one."""
+    seed: int = 0
+    """Seed of fresh weights."""
+    run_dir: str = "runs/latest"
+    """Folder of checkpoints, metrics, TensorBoard events, summary and report."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """Go on from the newest checkpoint in `run_dir`: where there is one, never (refuses a used folder), or always."""
+    init_from: str | None = None
+    """Checkpoint whose weights a new run starts from."""
+    fresh_indexer: bool = False
+    """With `init_from`: start the indexer anew; an error where that checkpoint's indexer was trained."""
+    log_every: int = 10
+    """Steps between lines of metrics."""
+    eval_every: int = 100
+    """Steps between evaluations on held-out text; stages end with one in any case."""
+    eval_packs: int = 8
+    """Held-out packs in an evaluation."""
+    save_every: int = 100
+    """Steps between checkpoints; stages end with one in any case."""
+    keep_checkpoints: int = 3
+    """Newest checkpoints that are kept."""
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+
+    def problems(self) -> Iterator[str]:
+        yield from self._at_least(1, "packs_per_step", "packs_per_micro_batch", "log_every", "eval_every", "eval_packs")
+        yield from self._at_least(1, "save_every", "keep_checkpoints")
+        yield from self._at_least(0, "weight_decay", "seed")
+        yield from self._above_zero("grad_clip")
+        yield from self._one_of("dtype", "float32", "bfloat16")
+        yield from self._one_of("resume", "auto", "never", "must")
+        if not self.stages:
+            yield "stages is empty; give at least one stage"
+        if self.packs_per_step % max(self.packs_per_micro_batch, 1):
+            yield (
+                f"packs_per_step={self.packs_per_step} must be a multiple of "
+                f"packs_per_micro_batch={self.packs_per_micro_batch}"
+            )
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                yield f"{name}={getattr(self, name)} must be in [0, 1)"
+        if self.fresh_indexer and self.init_from is None:
+            yield "fresh_indexer=True needs init_from; a new run's indexer is fresh anyway"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Checked):
+    """Degrees of parallelism. This version trains on one process: every degree is 1."""
+
+    dp_replicate: int = 1
+    """Replicas of the whole model."""
+    dp_shard: int = 1
+    """Ranks that shard parameters, gradients and optimiser (FSDP2)."""
+    cp: int = 1
+    """Context parallel ranks: each owns zigzag rows of every document."""
+    tp: int = 1
+    """Tensor parallel ranks: heads are split."""
+    pp: int = 1
+    """Pipeline stages."""
+    ep: int = 1
+    """Expert parallel ranks."""
+
+    def problems(self) -> Iterator[str]:
+        for item in dataclasses.fields(self):
+            value: Any = getattr(self, item.name)
+            if value != 1:
+                yield f"{item.name}={value} must be 1: this version trains on one process"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Checked):
+    """A whole run: what a recipe returns."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The network."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The text."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Stages, optimiser, checkpoints."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Degrees of parallelism."""
+
+    def problems(self) -> Iterator[str]:
+        if self.data.tokenizer == "bytes" and self.model.vocab_size < 259:
+            yield f"model.vocab_size={self.model.vocab_size} must be at least 259 for the byte tokenizer"
+        if all(kind == "dense" for kind in self.model.types):
+            for index, stage in enumerate(self.train.stages):
+                if stage.mode != "dense":
+                    yield f"train.stages.{index}.mode={stage.mode!r} needs a dsa layer in model.layer_types"

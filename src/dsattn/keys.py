@@ -1,0 +1,329 @@
+"""Which keys each query row may read: the one value that says causal, packed, padded, zigzag and sharded.
+
+Letters: T query rows on this rank, S keys in global order (all rows of all context-parallel ranks, padding included).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsattn.errors import InputError
+
+
+@dataclass(frozen=True)
+class KeyRange:
+    """Query row t may read key rows `start[t] .. stop[t] - 1`; a row with `stop <= start` reads nothing.
+
+    start: [T] int32, first key row.
+    stop: [T] int32, one past the last key row.
+    every_row_has_a_key: whoever made the ranges proved, from integers, that none is empty. False promises nothing.
+    Raises InputError on other shapes or dtypes. Values are not read: the tensors may live on a GPU.
+    """
+
+    start: Tensor
+    stop: Tensor
+    every_row_has_a_key: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("start", self.start), ("stop", self.stop)):
+            if value.dim() != 1 or value.dtype != torch.int32:
+                raise InputError(f"KeyRange.{name} must be int32 [T], got {value.dtype} {list(value.shape)}")
+        if self.start.shape != self.stop.shape or self.start.device != self.stop.device:
+            raise InputError(
+                f"KeyRange.start and stop must agree, got {list(self.start.shape)} on {self.start.device} "
+                f"and {list(self.stop.shape)} on {self.stop.device}"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.start.shape[0]
+
+    def row_slice(self, first: int, stop: int) -> "KeyRange":
+        """The ranges of query rows `first .. stop - 1`."""
+        return replace(self, start=self.start[first:stop], stop=self.stop[first:stop])
+
+    def mask(self, num_keys: int) -> Tensor:
+        """[T, num_keys] bool, True where the row may read the key. For small sizes: tests and references."""
+        column = torch.arange(num_keys, device=self.start.device, dtype=torch.int32)
+        return (column >= self.start[:, None]) & (column < self.stop[:, None])
+
+    def lengths(self) -> Tensor:
+        """[T] int32: how many keys each row may read."""
+        return (self.stop - self.start).clamp(min=0)
+
+    def to(self, device: torch.device | str) -> "KeyRange":
+        """A copy on `device`; does not wait for the transfer."""
+        start, stop = (x.to(device, non_blocking=True) for x in (self.start, self.stop))
+        return replace(self, start=start, stop=stop)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Everything a model must know about how one microbatch is laid out. Built on the host, from plain integers.
+
+    keys: KeyRange of my T rows, in global key rows 0 .. S-1.
+    positions: [T] int64, place in the document (for RoPE), 0 on padding.
+    rows: [T] int64, global row of each of my rows.
+    key_order: [S] int64: `gathered[key_order]` puts rows gathered rank by rank into global order.
+    key_order_inverse: [S] int64: `global_[key_order_inverse]` undoes it; its rank-th part equals that rank's `rows`.
+    real_rows: [T] bool, False on padding. num_real_rows: their count on this rank (host integer).
+    num_keys: S. lengths: real length of each document of the whole layout (host integers).
+    """
+
+    keys: KeyRange
+    positions: Tensor
+    rows: Tensor
+    key_order: Tensor
+    key_order_inverse: Tensor
+    real_rows: Tensor
+    num_real_rows: int
+    num_keys: int
+    lengths: tuple[int, ...]
+
+    @property
+    def every_row_has_a_key(self) -> bool:
+        """Proved from integers: this rank holds no padding. False promises nothing."""
+        return self.keys.every_row_has_a_key
+
+    @classmethod
+    def causal(cls, tokens: int, *, batch: int = 1, cp_size: int = 1, cp_rank: int = 0) -> "Layout":
+        """`batch` sequences of `tokens` tokens each, folded end to end; row t sees its sequence up to itself.
+
+        Under context parallelism each sequence is cut into 2 * cp_size chunks and rank r owns chunks r and
+        2 * cp_size - 1 - r, so `tokens` must be a multiple of 2 * cp_size.
+        """
+        _require_int("tokens", tokens, 0)
+        _require_int("batch", batch, 0)
+        return cls.packed([tokens] * batch, cp_size=cp_size, cp_rank=cp_rank)
+
+    @classmethod
+    def packed(
+        cls,
+        lengths: Sequence[int],
+        *,
+        padded: Sequence[int] | None = None,
+        total: int | None = None,
+        side: Literal["right", "left"] = "right",
+        cp_size: int = 1,
+        cp_rank: int = 0,
+    ) -> "Layout":
+        """Documents laid end to end.
+
+        lengths: real tokens of each document; 0 is fine.
+        padded: rows each document occupies (default: its length; multiples of 2 * cp_size when cp_size > 1).
+        total: rows of the whole buffer (default: sum of `padded`; a multiple of cp_size). Rows past the last document
+            are padding, numbered rank by rank.
+        side: where padding sits inside a document's rows.
+        """
+        real = _integers("lengths", lengths)
+        slots = real if padded is None else _integers("padded", padded)
+        if side not in ("right", "left"):
+            raise InputError(f"side={side!r} must be 'right' or 'left'")
+        if len(slots) != len(real):
+            raise InputError(f"padded has {len(slots)} entries for {len(real)} lengths; give one each")
+        if (short := np.flatnonzero(slots < real)).size:
+            i = int(short[0])
+            raise InputError(f"padded[{i}]={slots[i]} is shorter than lengths[{i}]={real[i]}")
+        offset = slots - real if side == "left" else np.zeros_like(real)
+        return cls._build(real, slots, offset, total, cp_size, cp_rank)
+
+    @classmethod
+    def continuation(cls, cached: int, tokens: int = 1) -> "Layout":
+        """`tokens` further rows of one document whose first `cached` keys are already there (decoding)."""
+        _require_int("cached", cached, 0)
+        _require_int("tokens", tokens, 0)
+        whole = cls.packed([cached + tokens])
+        return whole._take(slice(cached, cached + tokens))
+
+    @classmethod
+    def from_attention_mask(cls, mask: Tensor) -> "Layout":
+        """A padded batch [B, S], folded: 1 or True marks real tokens. Reads the mask: one device sync.
+
+        Each sample's real tokens must stand together; padding may sit left, right or both. Raises InputError for holes
+        and for masks of more dimensions, which a KeyRange cannot say.
+        """
+        if mask.dim() != 2:
+            raise InputError(f"mask must be [B, S], got {list(mask.shape)}: a KeyRange cannot say an arbitrary mask")
+        host = mask.detach().cpu()
+        if not ((host == 0) | (host == 1)).all():
+            raise InputError("mask must hold only 0 and 1 (or booleans); additive masks cannot be read")
+        kept = host.bool().numpy()
+        batch, width = kept.shape
+        real = kept.sum(1, dtype=np.int64)
+        first = kept.argmax(1).astype(np.int64) if width else np.zeros(batch, np.int64)
+        last = width - kept[:, ::-1].argmax(1) if width else first
+        if (holes := np.flatnonzero((real > 0) & (last - first != real))).size:
+            raise InputError(f"mask[{int(holes[0])}] has a hole between real tokens; a KeyRange cannot say that")
+        return cls._build(real, np.full(batch, width, np.int64), first, None, 1, 0).to(mask.device)
+
+    @classmethod
+    def from_position_ids(cls, ids: Tensor) -> "Layout":
+        """Packed documents from positions that restart at 0: ids [T] or [B, S]. Reads the ids: one device sync.
+
+        Every row is taken as real. Raises InputError where positions jump without restarting at 0.
+        """
+        if ids.dim() not in (1, 2):
+            raise InputError(f"ids must be [T] or [B, S], got {list(ids.shape)}")
+        host = ids.detach().cpu().long().numpy().reshape(-1 if ids.dim() == 1 else ids.shape)
+        flat = host.reshape(-1)
+        starts = np.ones(host.shape, bool)
+        starts[..., 1:] = host[..., 1:] != host[..., :-1] + 1
+        where = np.flatnonzero(starts.reshape(-1))
+        if (wrong := where[flat[where] != 0]).size:
+            row = int(wrong[0])
+            raise InputError(f"ids jump to {flat[row]} at row {row}; a document must start at position 0")
+        real = np.diff(np.append(where, flat.size)).astype(np.int64)
+        return cls._build(real, real, np.zeros_like(real), None, 1, 0).to(ids.device)
+
+    def shard_rows(self, rank: int, size: int) -> "Layout":
+        """The rank-th of `size` equal runs of my rows (sequence parallelism); the keys stay whole."""
+        _require_int("size", size, 1)
+        _require_int("rank", rank, 0)
+        count = self.rows.shape[0]
+        if rank >= size:
+            raise InputError(f"rank={rank} must be below size={size}")
+        if count % size:
+            raise InputError(f"size={size} must divide the {count} rows; pad the pack to a multiple of it")
+        step = count // size
+        return self._take(slice(rank * step, (rank + 1) * step))
+
+    def to(self, device: torch.device | str) -> "Layout":
+        """A copy on `device`; does not wait for the transfer."""
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
+        return replace(self, keys=self.keys.to(device), **moved)
+
+    def copy_(self, other: "Layout") -> "Layout":
+        """Refresh every table in place from a layout of the same geometry, for static buffers under CUDA graphs.
+
+        Legal only after the backward of every microbatch that read this layout: backwards read it again.
+        Raises InputError where sizes differ, or where `other` lacks a certificate that this layout's graph relied on.
+        """
+        mine, theirs = (self.rows.shape[0], self.num_keys), (other.rows.shape[0], other.num_keys)
+        if mine != theirs:
+            raise InputError(f"other has {theirs[0]} rows and {theirs[1]} keys, this layout {mine[0]} and {mine[1]}")
+        if self.every_row_has_a_key and not other.every_row_has_a_key:
+            raise InputError("other.every_row_has_a_key is False; a graph captured with True must not read it")
+        for name in _TENSORS:
+            getattr(self, name).copy_(getattr(other, name))
+        self.keys.start.copy_(other.keys.start)
+        self.keys.stop.copy_(other.keys.stop)
+        for name in ("num_real_rows", "lengths"):
+            object.__setattr__(self, name, getattr(other, name))
+        return self
+
+    def _take(self, part: slice) -> "Layout":
+        """My rows `part`, keys unchanged. Rebuilds the host integers, so it needs the layout on the CPU."""
+        real = self.real_rows[part]
+        count = int(real.sum())
+        return replace(
+            self,
+            keys=KeyRange(self.keys.start[part], self.keys.stop[part], count == real.shape[0]),
+            positions=self.positions[part],
+            rows=self.rows[part],
+            real_rows=real,
+            num_real_rows=count,
+        )
+
+    @classmethod
+    def _build(
+        cls, real: np.ndarray, slots: np.ndarray, offset: np.ndarray, total: int | None, cp_size: int, cp_rank: int
+    ) -> "Layout":
+        """Documents of `real` tokens, `offset` rows into `slots` rows each, on rank `cp_rank` of `cp_size`."""
+        slot_start = np.cumsum(slots) - slots
+        covered = int(slots.sum())
+        total = covered if total is None else total
+        _check_sizes(slots, covered, total, cp_size, cp_rank)
+        starts, counts = _zigzag_chunks(slot_start, slots, covered, total, cp_size)
+
+        document = np.concatenate([np.repeat(np.arange(len(real)), 2), [-1]])  # of each chunk; -1 is the tail
+        document = np.repeat(document, counts[cp_rank])
+        rows = _ranges(starts[cp_rank], counts[cp_rank])
+        first = np.append(slot_start + offset, total)[document]  # the tail's "document" starts behind every row
+        last = np.append(slot_start + offset + real, total)[document]
+        is_real = (rows >= first) & (rows < last)
+
+        flat_start, flat_count = starts.reshape(-1), counts.reshape(-1)
+        by_row = np.argsort(flat_start, kind="stable")
+        gathered = np.cumsum(flat_count) - flat_count
+        key_order = _ranges(gathered[by_row], flat_count[by_row])
+        inverse = _ranges(flat_start, flat_count)
+        if not np.array_equal(key_order[inverse], np.arange(total)):
+            raise AssertionError("the key order is not a bijection")
+        start, stop = _int32(np.where(is_real, first, rows)), _int32(np.where(is_real, rows + 1, rows))
+        return cls(
+            keys=KeyRange(start, stop, every_row_has_a_key=bool(is_real.all())),
+            positions=torch.from_numpy(np.where(is_real, rows - first, 0)),
+            rows=torch.from_numpy(rows),
+            key_order=torch.from_numpy(key_order),
+            key_order_inverse=torch.from_numpy(inverse),
+            real_rows=torch.from_numpy(is_real),
+            num_real_rows=int(is_real.sum()),
+            num_keys=total,
+            lengths=tuple(real.tolist()),
+        )
+
+
+_TENSORS = tuple(f.name for f in fields(Layout) if f.type is Tensor)
+
+
+def _zigzag_chunks(
+    slot_start: np.ndarray, slots: np.ndarray, covered: int, total: int, cp_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """First row and row count of each rank's chunks, both [cp_size, 2 N + 1]: front and back of each document, tail.
+
+    One rank owns documents whole: its "back" chunks are empty, so odd lengths need no padding.
+    """
+    rank = np.arange(cp_size)[:, None]
+    half = slots // (2 * cp_size) if cp_size > 1 else slots
+    front = slot_start + rank * half
+    back = slot_start + slots - (rank + 1) * half if cp_size > 1 else slot_start + slots
+    tail = (total - covered) // cp_size
+    starts = np.stack([front, np.broadcast_to(back, front.shape)], axis=2).reshape(cp_size, -1)
+    counts = np.stack([half, half if cp_size > 1 else np.zeros_like(half)], axis=1).reshape(-1)
+    starts = np.concatenate([starts, covered + rank * tail], axis=1)
+    return starts, np.tile(np.append(counts, tail), (cp_size, 1))
+
+
+def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Concatenate `starts[i] .. starts[i] + counts[i] - 1`."""
+    placed = np.cumsum(counts) - counts
+    return np.repeat(starts - placed, counts) + np.arange(int(counts.sum()))
+
+
+def _int32(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values.astype(np.int32))
+
+
+def _require_int(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise InputError(f"{name}={value!r} must be an integer of at least {least}")
+
+
+def _integers(name: str, values: Sequence[int]) -> np.ndarray:
+    if isinstance(values, Tensor):
+        raise InputError(f"{name} must be host integers, got a tensor: a layout is built without device syncs")
+    for i, value in enumerate(values):
+        _require_int(f"{name}[{i}]", value, 0)
+    return np.asarray(values, dtype=np.int64).reshape(-1)
+
+
+def _check_sizes(slots: np.ndarray, covered: int, total: int, cp_size: int, cp_rank: int) -> None:
+    _require_int("cp_size", cp_size, 1)
+    _require_int("cp_rank", cp_rank, 0)
+    _require_int("total", total, 0)
+    if cp_rank >= cp_size:
+        raise InputError(f"cp_rank={cp_rank} must be below cp_size={cp_size}")
+    if total < covered:
+        raise InputError(f"total={total} is smaller than the {covered} rows of the documents")
+    if total >= 2**31:
+        raise InputError(f"total={total} does not fit int32 key rows; split the pack")
+    if cp_size > 1 and (uneven := np.flatnonzero(slots % (2 * cp_size))).size:
+        i = int(uneven[0])
+        raise InputError(f"document {i} occupies {slots[i]} rows, not a multiple of 2*cp_size={2 * cp_size}; pad it")
+    if total % cp_size:
+        raise InputError(f"total={total} must be a multiple of cp_size={cp_size}; pad the pack")

@@ -1,0 +1,218 @@
+"""A decoder-only language model with DeepSeek Sparse Attention: pre-norm residual layers of attention and SwiGLU.
+
+State-dict names are those of the Hugging Face models: model.layers.0.self_attn.q_a_proj.weight, lm_head.weight, ...
+Letters: T rows, M model width.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dsattn.config import GQAConfig, ModelConfig
+from dsattn.errors import InputError
+from dsattn.keys import Layout
+from dsattn.model.sharing import selection_sources
+from dsattn.nn import GQASelfAttention, LightningIndexer, MLASelfAttention
+from dsattn.nn.attention import Role, SelfAttention, without_padding
+from dsattn.nn.norm import RMSNorm
+from dsattn.nn.state import SPARSE, AttentionOutput, LayerCache, Pass
+from dsattn.selection import Selection
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class DecoderOutput:
+    """hidden: [T, M], after the last norm; zeros in padding rows.
+
+    selections: by index of the layer that selected. kl: fp32 scalar by layer index, sum over real rows / divisor each.
+    caches: one a layer, where caches were given.
+    """
+
+    hidden: Tensor
+    selections: dict[int, Selection]
+    kl: dict[int, Tensor]
+    caches: tuple[LayerCache, ...] | None
+
+    @property
+    def kl_sum(self) -> Tensor | None:
+        """The indexers' loss, summed over layers; None where no layer computed one."""
+        return torch.stack(tuple(self.kl.values())).sum() if self.kl else None
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each on normed input and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, role: Role, layer_index: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = _attention(config, role, layer_index)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        layout: Layout,
+        run: Pass = SPARSE,
+        *,
+        selection: Selection | None = None,
+        cache: LayerCache | None = None,
+    ) -> AttentionOutput:
+        """hidden [T, M] -> the attention's output with the new residual stream as `hidden`."""
+        attended = self.self_attn(self.input_layernorm(hidden), layout, run, selection=selection, cache=cache)
+        hidden = hidden + attended.hidden
+        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return dataclasses.replace(attended, hidden=hidden)
+
+
+def _attention(config: ModelConfig, role: Role, layer_index: int) -> SelfAttention:
+    attention, dsa = config.attention, config.dsa
+    if isinstance(attention, GQAConfig):
+        return GQASelfAttention(config.hidden_size, attention, dsa, role=role, layer_index=layer_index)
+    return MLASelfAttention(config.hidden_size, attention, dsa, role=role, layer_index=layer_index)
+
+
+class Backbone(nn.Module):
+    """Embedding, layers and last norm."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        dsa = config.dsa
+        self.sources = selection_sources(config.types, every=dsa.share_every, offset=dsa.share_offset)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, "dense" if source is None else "selects" if source == index else "shares", index)
+            for index, source in enumerate(self.sources)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(
+        self, tokens: Tensor, layout: Layout, run: Pass, caches: Sequence[LayerCache] | None = None
+    ) -> DecoderOutput:
+        hidden = without_padding(self.embed_tokens(tokens.masked_fill(~layout.real_rows, 0)), layout)
+        selections: dict[int, Selection] = {}
+        kl: dict[int, Tensor] = {}
+        grown: list[LayerCache] = []
+        for index, (layer, source) in enumerate(zip(self.layers, self.sources, strict=True)):
+            shared = None if source is None else selections.get(source)
+            cache = None if caches is None else caches[index]
+            out: AttentionOutput = layer(hidden, layout, run, selection=shared, cache=cache)
+            hidden = out.hidden
+            if out.selection is not None and source == index:
+                selections[index] = out.selection
+            if out.kl is not None:
+                kl[index] = out.kl
+            if out.cache is not None:
+                grown.append(out.cache)
+        return DecoderOutput(self.norm(hidden), selections, kl, None if caches is None else tuple(grown))
+
+
+class Decoder(nn.Module):
+    """The language model. Fresh weights are drawn when made; on the meta device, call `reset_parameters` later."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.model = Backbone(config)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.reset_parameters()
+
+    def forward(
+        self, tokens: Tensor, layout: Layout, run: Pass = SPARSE, *, caches: Sequence[LayerCache] | None = None
+    ) -> DecoderOutput:
+        """One micro-batch.
+
+        tokens: [T] int64; what stands in padding rows is not read. caches: one a layer (`empty_caches` to begin);
+        then layout is `Layout.continuation(caches[0].num_rows, T)`, and the output's caches hold these rows too.
+        Raises InputError where sizes do not fit.
+        """
+        if tokens.shape != layout.real_rows.shape:
+            raise InputError(f"tokens must be {list(layout.real_rows.shape)} by the layout, got {list(tokens.shape)}")
+        if caches is not None and len(caches) != self.config.num_layers:
+            raise InputError(f"caches has {len(caches)} entries for {self.config.num_layers} layers; give one each")
+        return self.model(tokens, layout, run, caches)
+
+    def empty_caches(self) -> tuple[LayerCache, ...]:
+        """Caches that have seen no row."""
+        return (LayerCache(),) * self.config.num_layers
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[T, M] -> [T, vocab], in the layers' dtype."""
+        return F.linear(hidden, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
+
+    def lm_loss(
+        self, hidden: Tensor, labels: Tensor, divisor: int | float | Tensor | None = None, *, chunk_rows: int = 4096
+    ) -> Tensor:
+        """Cross entropy summed over the rows with a label, in fp32, over `divisor`.
+
+        labels: [T] int64, -100 for none; such rows are not read, whatever `hidden` holds there. divisor: labels of the
+        whole global batch; None takes these rows' own, at least 1. chunk_rows: rows whose logits are alive at once;
+        they are made again in the backward, so [T, vocab] is never whole.
+        """
+        if labels.shape != hidden.shape[:1]:
+            raise InputError(f"labels must be [{hidden.shape[0]}] to meet hidden, got {list(labels.shape)}")
+        unlabelled = labels == IGNORED_LABEL
+        if divisor is None:
+            divisor = (~unlabelled).sum().clamp(min=1)
+        hidden = hidden.masked_fill(unlabelled[:, None], 0)
+        losses = [
+            checkpoint(self._summed_loss, rows, targets, use_reentrant=False, preserve_rng_state=False)
+            for rows, targets in zip(hidden.split(chunk_rows), labels.split(chunk_rows), strict=True)
+        ]
+        return torch.stack(losses).sum() / divisor
+
+    def _summed_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = self.logits(hidden)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.to(wide), labels, ignore_index=IGNORED_LABEL, reduction="sum")
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Fresh weights, the backbone's first: a seed gives the same backbone whatever the indexers' geometry.
+
+        Normal with `init_std`, divided by sqrt(2 num_layers) where a projection adds to the residual stream; norms are
+        identities, sinks zero.
+        """
+        std = self.config.init_std
+        residual = std / math.sqrt(2 * self.config.num_layers)
+        indexers = {module for indexer in self.indexers() for module in indexer.modules()}
+        for name, module in self.named_modules():
+            if module in indexers:
+                continue
+            if isinstance(module, nn.Linear | nn.Embedding):
+                adds = name.endswith(("o_proj", "down_proj"))
+                nn.init.normal_(module.weight, std=residual if adds else std, generator=generator)
+            elif isinstance(module, RMSNorm):
+                module.reset_parameters()
+            elif isinstance(module, SelfAttention) and module.sinks is not None:
+                nn.init.zeros_(module.sinks)
+        self.reset_indexers(generator)
+
+    def reset_indexers(self, generator: torch.Generator | None = None) -> None:
+        """Fresh weights for every indexer, nothing else."""
+        for indexer in self.indexers():
+            indexer.reset_parameters(self.config.init_std, generator)
+
+    def indexers(self) -> list[LightningIndexer]:
+        """Every layer's indexer, in order; layers that share or are dense have none."""
+        return [module for module in self.modules() if isinstance(module, LightningIndexer)]

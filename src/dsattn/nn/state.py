@@ -1,0 +1,112 @@
+"""Values that enter and leave an attention layer. Nothing of a forward stays on a module.
+
+Letters: T rows, S keys, M model width, H heads, C latent width, G kv groups, d head width, D indexer width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from dsattn.config import Mode
+from dsattn.errors import InputError
+from dsattn.keys import Layout
+from dsattn.nn.indexer import IndexerOutput
+from dsattn.selection import Selection
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a probe sees of one layer, detached. Enough to measure a selection against the attention it replaces.
+
+    q: [T, H, C] (GQA: [T, H, d]). kv: [S, C] (GQA: the keys [S, G, d]). lse: [T, H] over the keys that were read:
+    every visible one in modes `dense` and `warmup`, the selected ones otherwise. scale: of the logits.
+    index: the indexer's q, k and w; None in a layer without one and in mode `dense`. selection: None after dense
+    attention.
+    """
+
+    q: Tensor
+    kv: Tensor
+    lse: Tensor
+    scale: float
+    index: IndexerOutput | None
+    selection: Selection | None
+    layout: Layout
+
+
+Probe = Callable[[int, Observation], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What one forward of one micro-batch does; the same for every layer.
+
+    mode: see the table in `nn/attention.py`.
+    kl_divisor: the KL is a sum over real rows over this: the real rows of the whole global batch. None takes the real
+        rows of this layout.
+    with_kl: whether modes `warmup` and `sparse` compute the KL; None does in training with gradients on.
+    probe: called by each layer with its index and an Observation. In mode `warmup` without gradients that is the
+        indexer's recall against dense attention.
+    """
+
+    mode: Mode = "sparse"
+    kl_divisor: int | float | Tensor | None = None
+    with_kl: bool | None = None
+    probe: Probe | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise InputError(f"mode={self.mode!r} must be one of {', '.join(get_args(Mode))}")
+
+
+SPARSE = Pass()
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """What decoding keeps of the rows a layer has seen. `LayerCache()` has seen none.
+
+    entries: (kv [S, C],) for MLA, (k [S, G, d], v [S, G, d]) for GQA.
+    index_keys: [S, D]; None in a layer without an indexer, and after mode `dense`.
+    """
+
+    entries: tuple[Tensor, ...] = ()
+    index_keys: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """S."""
+        return self.entries[0].shape[0] if self.entries else 0
+
+    def extended(self, entries: tuple[Tensor, ...], index_keys: Tensor | None) -> "LayerCache":
+        """The cache with further rows; this one stays as it is.
+
+        Raises InputError where index keys come to rows that have none: they cannot be selected from.
+        """
+        if not self.entries:
+            return LayerCache(entries, index_keys)
+        if index_keys is not None:
+            if self.index_keys is None:
+                raise InputError(
+                    f"cache holds {self.num_rows} rows without index keys: it was filled in mode 'dense' "
+                    "or by a layer without an indexer; fill it in the mode that decodes"
+                )
+            index_keys = torch.cat((self.index_keys, index_keys))
+        joined = tuple(torch.cat(pair) for pair in zip(self.entries, entries, strict=True))
+        return LayerCache(joined, index_keys)
+
+
+@dataclass(frozen=True)
+class AttentionOutput:
+    """hidden: [T, M]. selection: what was attended to, for the layers that share it; None after dense attention.
+
+    kl: fp32 scalar, sum over real rows / divisor; None where the pass or the layer has none.
+    cache: the given cache with this pass's rows; None where none was given.
+    """
+
+    hidden: Tensor
+    selection: Selection | None
+    kl: Tensor | None
+    cache: LayerCache | None

@@ -1,0 +1,198 @@
+"""The indexer's only loss: KL(target || softmax(I)) over the keys a row reads, streamed, with its analytic gradient.
+
+    target[t, s] = sum_h p[t, h, s] / sum_s sum_h p[t, h, s],   p[t, h] = exp(scale * q[t, h] . k[s] - lse[t, h])
+    loss = sum_t real[t] KL_t / divisor,      dloss/dI[t, s] = real[t] (softmax(I)[t, s] - target[t, s]) / divisor
+
+over all keys of the range (warm-up) or the selected ones. Source: DeepSeek-V3.2, arXiv 2512.02556, eq. 3 and 4.
+Letters: T query rows, S keys, H attention heads, G key groups, C key width, H_I / D indexer heads / width, K kept keys.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsattn.backends import Call, choose, resolve_deterministic
+from dsattn.errors import InputError
+from dsattn.keys import KeyRange
+from dsattn.ops.distill_reference import backward_reference, forward_reference
+from dsattn.ops.indexer import check_indexer, wide_dtype
+from dsattn.ops.operator import operator
+from dsattn.selection import Selection
+
+
+def indexer_kl(
+    q_i: Tensor,
+    k_i: Tensor,
+    w: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    lse: Tensor,
+    keys: KeyRange,
+    selection: Selection | None = None,
+    *,
+    scale: float,
+    real_rows: Tensor | None = None,
+    divisor: float | Tensor | None = None,
+    relu: bool = True,
+    head_group: dist.ProcessGroup | None = None,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """KL between what attention reads and what the indexer expects it to read.
+
+    q_i: [T, H_I, D], k_i: [S, D], w: [T, H_I]: the indexer's, as in `indexer_scores`.
+    q: [T, H, C], kv: [S, C] or keys [S, G, C], lse: [T, H]: the attention's, over the same keys: dense attention's
+    where `selection` is None, else sparse attention's over `selection`. Detached: nothing but q_i, k_i, w learns.
+    real_rows: [T] bool; rows left out add nothing. divisor: real rows of the whole global batch (number or 0-d tensor);
+    by default this call's own. head_group: process group whose ranks hold the other heads; the target sums over it.
+    Returns a 0-d fp32 tensor (fp64 for fp64 inputs). A row without keys adds 0 and takes no gradient.
+    Raises InputError on shapes that do not fit, BackendUnavailable where `backend` cannot serve.
+    """
+    check_kl(q_i, k_i, w, q, kv, lse, keys, selection)
+    attention = (q.detach(), kv.detach(), lse.detach())
+    rows = (*_index(selection), keys.start, keys.stop, *row_weights(keys, real_rows, divisor, wide_dtype(q_i, q)))
+    group = "" if head_group is None else head_group.group_name
+    flags = (scale, relu, group, resolve_deterministic(deterministic), backend)
+    return _forward(q_i, k_i, w, *attention, *rows, *flags)[0]
+
+
+def check_kl(
+    q_i: Tensor,
+    k_i: Tensor,
+    w: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    lse: Tensor,
+    keys: KeyRange,
+    selection: Selection | None,
+) -> None:
+    """Raise InputError where the loss's operands do not fit together."""
+    check_indexer(q_i, k_i, w, keys)
+    if q.dim() != 3 or q.shape[0] != q_i.shape[0]:
+        raise InputError(f"q must be [{q_i.shape[0]}, H, C] to meet q_i {list(q_i.shape)}, got {list(q.shape)}")
+    if kv.dim() not in (2, 3) or kv.shape[0] != k_i.shape[0] or kv.shape[-1] != q.shape[2]:
+        wanted = f"[{k_i.shape[0]}, {q.shape[2]}] or [{k_i.shape[0]}, G, {q.shape[2]}]"
+        raise InputError(
+            f"kv must be {wanted} to meet k_i {list(k_i.shape)} and q {list(q.shape)}, got {list(kv.shape)}"
+        )
+    if kv.dim() == 3 and q.shape[1] % kv.shape[1]:
+        raise InputError(f"q has {q.shape[1]} heads, not a multiple of the {kv.shape[1]} groups of kv")
+    if lse.shape != q.shape[:2]:
+        raise InputError(f"lse must be {list(q.shape[:2])}, got {list(lse.shape)}")
+    if selection is not None and selection.num_rows != q.shape[0]:
+        raise InputError(f"selection has {selection.num_rows} rows, q has {q.shape[0]}")
+
+
+def row_weights(
+    keys: KeyRange, real_rows: Tensor | None, divisor: float | Tensor | None, wide: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """real [T] bool and divisor (0-d tensor), from what the caller gave. No device sync."""
+    reads = keys.stop > keys.start
+    if real_rows is not None:
+        if real_rows.shape != reads.shape or real_rows.dtype != torch.bool:
+            raise InputError(
+                f"real_rows must be bool [{reads.shape[0]}], got {real_rows.dtype} {list(real_rows.shape)}"
+            )
+        reads = reads & real_rows
+    if divisor is None:
+        return reads, reads.sum().clamp(min=1).to(wide)
+    if isinstance(divisor, Tensor):
+        if divisor.dim() != 0:
+            raise InputError(f"divisor must be a number or a 0-d tensor, got {list(divisor.shape)}")
+        return reads, divisor.detach().to(device=reads.device, dtype=wide)
+    if not divisor > 0:
+        raise InputError(f"divisor={divisor} must be positive; a batch without real rows needs no loss")
+    return reads, torch.full((), divisor, dtype=wide, device=reads.device)
+
+
+def _index(selection: Selection | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if selection is None else (selection.index, selection.length)
+
+
+def _choose(direction: str, q_i: Tensor, k_i: Tensor, index: Tensor | None, deterministic: bool, backend: str) -> Any:
+    top_k = 0 if index is None else index.shape[1]
+    rest = {"heads": q_i.shape[1], "width": q_i.shape[2], "top_k": top_k, "deterministic": deterministic}
+    return choose(f"indexer_kl.{direction}", Call.of(q_i, k_i.shape[0], **rest), backend).function
+
+
+@operator("indexer_kl")
+def _forward(
+    q_i: Tensor,
+    k_i: Tensor,
+    w: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    lse: Tensor,
+    index: Tensor | None,
+    length: Tensor | None,
+    start: Tensor,
+    stop: Tensor,
+    real: Tensor,
+    divisor: Tensor,
+    scale: float,
+    relu: bool,
+    group: str,
+    deterministic: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _choose("backward", q_i, k_i, index, deterministic, backend)  # fails before the forward where it would after
+    run = _choose("forward", q_i, k_i, index, deterministic, backend) or forward_reference
+    keys = KeyRange(start, stop)
+    return run(q_i, k_i, w, q, kv, lse, index, length, keys, real, divisor, scale, relu, group)
+
+
+@_forward.register_fake
+def _(q_i, k_i, w, q, *rest):
+    wide = wide_dtype(q_i, q)
+    return tuple(q.new_empty(shape, dtype=wide) for shape in ((), (2, q.shape[0]), (q.shape[0],)))
+
+
+@operator("indexer_kl_backward")
+def _backward(
+    grad: Tensor,
+    q_i: Tensor,
+    k_i: Tensor,
+    w: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    lse: Tensor,
+    index: Tensor | None,
+    length: Tensor | None,
+    start: Tensor,
+    stop: Tensor,
+    real: Tensor,
+    divisor: Tensor,
+    score_lse: Tensor,
+    mass: Tensor,
+    scale: float,
+    relu: bool,
+    group: str,
+    deterministic: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    run = _choose("backward", q_i, k_i, index, deterministic, backend) or backward_reference
+    keys, row_scale = KeyRange(start, stop), torch.where(real, grad / divisor, 0.0)
+    operands = (q_i, k_i, w, q, kv, lse, index, length, keys, real)
+    return run(row_scale, *operands, score_lse, mass, scale, relu, group, deterministic)
+
+
+@_backward.register_fake
+def _(grad, q_i, k_i, w, *rest):
+    dq, dk, dw = (x.new_empty(x.shape) for x in (q_i, k_i, w))
+    return dq, dk, dw
+
+
+def _setup(ctx, inputs, output) -> None:
+    *operands, scale, relu, group, deterministic, backend = inputs
+    ctx.flags = (scale, relu, group, deterministic, backend)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*operands, *output[1:])
+
+
+def _autograd(ctx, grad, *_):
+    return *_backward(grad, *ctx.saved_tensors, *ctx.flags), *(None,) * 14
+
+
+_forward.register_autograd(_autograd, setup_context=_setup)

@@ -1,0 +1,199 @@
+"""Sparse attention and the indexer's loss on the same selection, as one operation whose parts may share work.
+
+The backward of attention recomputes the probabilities whose head sum is the loss's target, so a fused backend gets the
+target for free; `sparse_mla` and `indexer_kl` on the selection are its oracle and the reference here.
+Letters: T query rows, S keys, H heads, C latent width, V value width, H_I / D indexer heads / width.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsattn.backends import Call, choose, resolve_deterministic
+from dsattn.keys import KeyRange
+from dsattn.ops import softmax
+from dsattn.ops.distill import check_kl, row_weights
+from dsattn.ops.distill_reference import backward_reference as kl_backward
+from dsattn.ops.distill_reference import forward_reference as kl_forward
+from dsattn.ops.indexer import wide_dtype
+from dsattn.ops.operator import operator
+from dsattn.ops.sparse_mla import backward_reference as attention_backward
+from dsattn.ops.sparse_mla import check_mla, check_selection
+from dsattn.ops.sparse_mla import forward_reference as attention_forward
+from dsattn.selection import Selection
+
+
+def dsa_attention(
+    q: Tensor,
+    kv: Tensor,
+    selection: Selection,
+    q_i: Tensor,
+    k_i: Tensor,
+    w: Tensor,
+    keys: KeyRange,
+    *,
+    scale: float,
+    kl_weight: float,
+    real_rows: Tensor | None = None,
+    divisor: float | Tensor | None = None,
+    value_dim: int = 512,
+    sink: Tensor | None = None,
+    relu: bool = True,
+    head_group: dist.ProcessGroup | None = None,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`sparse_mla(q, kv, selection)` and `kl_weight * indexer_kl(..., selection)`.
+
+    Shapes, padding, errors and defaults are those of the two. Returns (out, lse, kl): kl already carries its weight, so
+    adding it to the loss trains the indexer. Gradients: out's reach q, kv and sink; kl's reach q_i, k_i and w.
+    """
+    check_mla(q, kv, value_dim, sink)
+    check_selection(q, selection)
+    check_kl(q_i, k_i, w, q, kv, q[..., 0], keys, selection)
+    rows = (selection.index, selection.length, *row_weights(keys, real_rows, divisor, wide_dtype(q_i, q)))
+    group = "" if head_group is None else head_group.group_name
+    flags = (scale, kl_weight, value_dim, relu, group, resolve_deterministic(deterministic), backend)
+    return _forward(q, kv, sink, q_i, k_i, w, *rows, keys.start, keys.stop, *flags)[:3]
+
+
+def _choose(direction: str, q: Tensor, kv: Tensor, index: Tensor, value_dim: int, deterministic: bool, backend: str):
+    rest = {"heads": q.shape[1], "width": q.shape[2], "value_width": value_dim, "top_k": index.shape[1]}
+    call = Call.of(q, kv.shape[0], deterministic=deterministic, **rest)
+    return choose(f"dsa_attention.{direction}", call, backend).function
+
+
+@operator("dsa_attention")
+def _forward(
+    q: Tensor,
+    kv: Tensor,
+    sink: Tensor | None,
+    q_i: Tensor,
+    k_i: Tensor,
+    w: Tensor,
+    index: Tensor,
+    length: Tensor,
+    real: Tensor,
+    divisor: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    scale: float,
+    kl_weight: float,
+    value_dim: int,
+    relu: bool,
+    group: str,
+    deterministic: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _choose("backward", q, kv, index, value_dim, deterministic, backend)
+    run = _choose("forward", q, kv, index, value_dim, deterministic, backend) or forward_reference
+    indexer, rows = (q_i, k_i, w), (index, length, real, divisor, start, stop)
+    return run(q, kv, sink, indexer, rows, (scale, kl_weight, relu, group), value_dim)
+
+
+@_forward.register_fake
+def _(q, kv, sink, q_i, k_i, w, index, length, real, divisor, start, stop, scale, kl_weight, value_dim, *flags):
+    wide, rows = wide_dtype(q, q_i), q.shape[0]
+    lse, kl = q.new_empty(q.shape[:2], dtype=wide_dtype(q, kv)), q.new_empty((), dtype=wide)
+    return q.new_empty(*q.shape[:2], value_dim), lse, kl, kl.new_empty(2, rows), kl.new_empty(rows)
+
+
+@operator("dsa_attention_backward")
+def _backward(
+    grad_out: Tensor,
+    grad_kl: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    sink: Tensor | None,
+    q_i: Tensor,
+    k_i: Tensor,
+    w: Tensor,
+    index: Tensor,
+    length: Tensor,
+    real: Tensor,
+    divisor: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    score_lse: Tensor,
+    mass: Tensor,
+    scale: float,
+    kl_weight: float,
+    relu: bool,
+    group: str,
+    deterministic: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    run = _choose("backward", q, kv, index, out.shape[-1], deterministic, backend) or backward_reference
+    indexer, rows = (q_i, k_i, w), (index, length, real, divisor, start, stop)
+    saved, flags = (out, lse, score_lse, mass), (scale, kl_weight, relu, group)
+    grads = run(grad_out, grad_kl, q, kv, sink, indexer, rows, saved, flags, deterministic)
+    dq, dkv, dq_i, dk_i, dw = grads
+    dsink = q.new_empty(0) if sink is None else softmax.sink_gradient(out, grad_out, lse, sink)
+    return dq, dkv, dsink, dq_i, dk_i, dw
+
+
+@_backward.register_fake
+def _(grad_out, grad_kl, q, kv, sink, q_i, k_i, w, *rest):
+    dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+    dkv, dq_i, dk_i, dw = (x.new_empty(x.shape) for x in (kv, q_i, k_i, w))
+    return torch.empty_like(q), dkv, dsink, dq_i, dk_i, dw
+
+
+def _setup(ctx, inputs, output) -> None:
+    *operands, scale, kl_weight, _, relu, group, deterministic, backend = inputs
+    out, lse, _, score_lse, mass = output
+    ctx.flags = (scale, kl_weight, relu, group, deterministic, backend)
+    ctx.mark_non_differentiable(lse, score_lse, mass)
+    ctx.save_for_backward(*operands, out, lse, score_lse, mass)
+
+
+def _autograd(ctx, grad_out, _, grad_kl, *rest):
+    dq, dkv, dsink, *indexer = _backward(grad_out.contiguous(), grad_kl, *ctx.saved_tensors, *ctx.flags)
+    return dq, dkv, dsink if ctx.needs_input_grad[2] else None, *indexer, *(None,) * 13
+
+
+_forward.register_autograd(_autograd, setup_context=_setup)
+
+
+def forward_reference(
+    q: Tensor,
+    kv: Tensor,
+    sink: Tensor | None,
+    indexer: tuple[Tensor, ...],
+    rows: tuple[Tensor, ...],
+    flags: tuple[float, float, bool, str],
+    value_dim: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, weighted kl, log-sum-exp of the scores, mass of the target): the two references in turn."""
+    q_i, k_i, w = indexer
+    index, length, real, divisor, start, stop = rows
+    scale, kl_weight, relu, group = flags
+    out, lse = attention_forward(q, kv, index, length, sink, scale, value_dim)
+    keys = KeyRange(start, stop)
+    kl, score_lse, mass = kl_forward(q_i, k_i, w, q, kv, lse, index, length, keys, real, divisor, scale, relu, group)
+    return out, lse, kl * kl_weight, score_lse, mass
+
+
+def backward_reference(
+    grad_out: Tensor,
+    grad_kl: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    sink: Tensor | None,
+    indexer: tuple[Tensor, ...],
+    rows: tuple[Tensor, ...],
+    saved: tuple[Tensor, ...],
+    flags: tuple[float, float, bool, str],
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dkv, dq_i, dk_i, dw)."""
+    q_i, k_i, w = indexer
+    index, length, real, divisor, start, stop = rows
+    out, lse, score_lse, mass = saved
+    scale, kl_weight, relu, group = flags
+    dq, dkv = attention_backward(grad_out, q, kv, index, length, sink, out, lse, scale, deterministic)
+    row_scale, keys = torch.where(real, grad_kl * kl_weight / divisor, 0.0), KeyRange(start, stop)
+    target = (q, kv, lse, index, length, keys, real, score_lse, mass)
+    return dq, dkv, *kl_backward(row_scale, q_i, k_i, w, *target, scale, relu, group, deterministic)

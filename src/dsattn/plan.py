@@ -1,0 +1,132 @@
+"""Which backend would serve each operation of a configuration on this machine, and why the others do not."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from dsattn.backends import TABLE, Call, choose, resolve_deterministic, size_class
+from dsattn.backends import explain as explain_call
+from dsattn.config import DSAConfig, GQAConfig, IndexerConfig, MLAConfig, ModelConfig, RunConfig
+from dsattn.errors import BackendUnavailable, InputError
+
+Subject = Call | DSAConfig | ModelConfig | RunConfig | Callable[[], RunConfig]
+
+
+def explain(subject: Subject) -> str:
+    """The table of backends for everything that `subject` would run, one line a backend.
+
+    subject: a Call (every operation is shown for it); a RunConfig, or a recipe that makes one (its device, dtype, pack
+    size and the modes of its stages count); a ModelConfig (every mode; this machine's device, up to 8K keys); a
+    DSAConfig (the indexer's operations alone: attention's shapes are not in it).
+    `serves` marks what will run, `can serve` what may be asked for by name, `raises` what no backend will do.
+    Raises InputError for anything else.
+    """
+    if isinstance(subject, Call):
+        return explain_call(subject)
+    if callable(subject) and not isinstance(subject, type):
+        subject = subject()
+    if isinstance(subject, RunConfig):
+        keys = subject.data.pack_tokens * subject.train.packs_per_micro_batch
+        base = _base(subject.model.dsa, subject.train.device, subject.train.dtype, keys)
+        modes = {stage.mode for stage in subject.train.stages}
+        return _table(base, subject.model.dsa.backend, model_calls(subject.model, base, modes))
+    if isinstance(subject, ModelConfig):
+        base = _base(subject.dsa)
+        calls = model_calls(subject, base, {"dense", "warmup", "sparse", "frozen"})
+        return _table(base, subject.dsa.backend, calls)
+    if isinstance(subject, DSAConfig):
+        base = _base(subject)
+        kept = replace(base, top_k=subject.indexer.top_k)
+        return _table(base, subject.backend, _selection(subject.indexer, base) | _loss(subject.indexer, kept))
+    raise InputError(
+        f"subject is a {type(subject).__name__}; give a Call, DSAConfig, ModelConfig, RunConfig or a recipe"
+    )
+
+
+def model_calls(config: ModelConfig, base: Call, modes: set[str]) -> dict[str, Call]:
+    """Operation -> the Call that the model's layers make, for the operations that these modes run.
+
+    base: device, dtype, keys and determinism. Where an operation is called with and without selection (the indexer's
+    loss in warm-up and sparse training of GQA), the one with it is shown.
+    """
+    attention, indexer = config.attention, config.dsa.indexer
+    kind = "gqa" if isinstance(attention, GQAConfig) else "mla"
+    plain = replace(base, **_attention_sizes(attention))
+    kept = replace(plain, top_k=indexer.top_k)
+    has_dsa = "dsa" in config.types
+    calls: dict[str, Call] = {}
+    if modes & {"dense", "warmup"} or "dense" in config.types:
+        calls |= _both(f"dense_{kind}", plain)
+    if has_dsa and modes & {"sparse", "frozen"}:
+        calls |= _selection(indexer, base) | _both(f"sparse_{kind}", kept)
+    if has_dsa and "warmup" in modes:
+        calls |= _loss(indexer, replace(base, top_k=0))
+    if has_dsa and "sparse" in modes:
+        calls |= _both("dsa_attention", kept) if kind == "mla" else _loss(indexer, replace(base, top_k=indexer.top_k))
+    if attention.output_gate != "none":
+        gated = replace(base, heads=attention.heads, width=_gated_width(attention), deterministic=False)
+        calls |= _both("output_gate", gated)
+    return calls
+
+
+def _base(dsa: DSAConfig, device: str = "auto", dtype: str | None = None, num_keys: int = 8192) -> Call:
+    """What every call shares. dtype None: bfloat16 on a GPU, else float32."""
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.partition(":")[0]
+    capability = 0
+    if kind == "cuda" and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability(None if device in ("auto", "cuda") else device)
+        capability = 10 * major + minor
+    return Call(
+        device=kind,
+        capability=capability,
+        dtype=dtype or ("bfloat16" if kind == "cuda" else "float32"),
+        size_class=size_class(num_keys),
+        deterministic=resolve_deterministic(dsa.deterministic),
+    )
+
+
+def _selection(indexer: IndexerConfig, base: Call) -> dict[str, Call]:
+    call = replace(base, heads=indexer.heads, width=indexer.head_dim, top_k=indexer.top_k)
+    return {"select_keys": replace(call, deterministic=False)}  # a selection has one value; nothing to ask for
+
+
+def _loss(indexer: IndexerConfig, base: Call) -> dict[str, Call]:
+    return _both("indexer_kl", replace(base, heads=indexer.heads, width=indexer.head_dim))
+
+
+def _both(operation: str, call: Call) -> dict[str, Call]:
+    return {f"{operation}.forward": call, f"{operation}.backward": call}
+
+
+def _attention_sizes(attention: MLAConfig | GQAConfig) -> dict[str, int]:
+    if isinstance(attention, GQAConfig):
+        return {"heads": attention.heads, "width": attention.head_dim, "value_width": attention.head_dim}
+    return {"heads": attention.heads, "width": attention.latent_width, "value_width": attention.kv_lora_rank}
+
+
+def _gated_width(attention: MLAConfig | GQAConfig) -> int:
+    return attention.head_dim if isinstance(attention, GQAConfig) else attention.v_head_dim
+
+
+def _table(base: Call, backend: str, calls: dict[str, Call]) -> str:
+    device = f"{base.device} (capability {base.capability / 10:.1f})" if base.capability else base.device
+    keys = {"8K": "up to 8K keys", "64K": "up to 64K keys"}.get(base.size_class, "above 64K keys")
+    asked = "" if backend == "auto" else f", backend {backend!r} asked for"
+    return "\n".join([f"on {device}, {base.dtype}, {keys}{asked}:", *_lines(backend, calls)])
+
+
+def _lines(backend: str, calls: dict[str, Call]) -> Iterator[str]:
+    for operation, call in calls.items():
+        problem, chosen = "", ""
+        try:
+            asked = "auto" if operation.startswith("output_gate") else backend  # it takes no backend
+            chosen = choose(operation, call, asked).name
+        except BackendUnavailable as error:
+            problem = str(error).removeprefix(f"{operation}: ")
+        for row in TABLE[operation]:
+            unmet = row.requirements(call)
+            state = f"needs {', '.join(unmet)}" if unmet else "serves" if row.name == chosen else "can serve"
+            yield f"  {operation:24s} {row.name:12s} {state}"
+        if problem:
+            yield f"  {operation:24s} {'none':12s} raises: {problem}"

@@ -1,0 +1,134 @@
+"""The keys that were kept for each query row, and the one rule by which they are ranked.
+
+Letters: T query rows, S keys in global order, K kept keys, W columns of a block of scores.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsattn.errors import InputError
+
+
+@dataclass(frozen=True)
+class Inverse:
+    """Which slots of a Selection hold each key: lets gradients be summed key by key in a fixed order.
+
+    slot: [T * K] int64: flat slots `t * K + j`, sorted by the key they hold, then by slot; empty slots come last.
+    offset: [S + 1] int64: key s is held by `slot[offset[s] : offset[s + 1]]`.
+    """
+
+    slot: Tensor
+    offset: Tensor
+
+
+@dataclass(frozen=True)
+class Selection:
+    """For each query row the key rows it attends to.
+
+    index: [T, K] int32, global key rows, distinct, ascending, then -1. K is the asked width, also with fewer keys.
+    length: [T] int32, how many of them are keys.
+    score: [T, K] fp32 (fp64 for fp64 inputs) aligned to `index`, -inf in the -1 slots; None unless asked for.
+    every_row_has_a_key: the layout proved that each row's range holds a key. Says nothing of scores: a row whose scores
+        are all NaN or -inf has length 0 all the same.
+    inverse: see `with_inverse`.
+    """
+
+    index: Tensor
+    length: Tensor
+    score: Tensor | None = None
+    every_row_has_a_key: bool = False
+    inverse: Inverse | None = None
+
+    def __post_init__(self) -> None:
+        if self.index.dim() != 2 or self.index.dtype != torch.int32:
+            raise InputError(f"Selection.index must be int32 [T, K], got {self.index.dtype} {list(self.index.shape)}")
+        if self.length.shape != self.index.shape[:1] or self.length.dtype != torch.int32:
+            raise InputError(
+                f"Selection.length must be int32 [{self.index.shape[0]}], "
+                f"got {self.length.dtype} {list(self.length.shape)}"
+            )
+        if self.score is not None and self.score.shape != self.index.shape:
+            raise InputError(f"Selection.score must be {list(self.index.shape)}, got {list(self.score.shape)}")
+
+    @classmethod
+    def from_index(cls, index: Tensor, *, every_row_has_a_key: bool = False) -> "Selection":
+        """A Selection from key rows [T, K] of any integer type and order, where negative entries are empty slots.
+
+        Duplicates are not looked for: they break the contract and would count twice.
+        """
+        if index.dim() != 2 or index.dtype.is_floating_point or index.dtype == torch.bool:
+            raise InputError(f"index must be integer [T, K], got {index.dtype} {list(index.shape)}")
+        last = torch.iinfo(torch.int32).max
+        ordered = torch.where(index < 0, last, index.long()).to(torch.int32).sort(dim=1).values
+        empty = ordered == last
+        return cls(
+            index=ordered.masked_fill(empty, -1),
+            length=(~empty).sum(1, dtype=torch.int32),
+            every_row_has_a_key=every_row_has_a_key,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.index.shape[0]
+
+    @property
+    def width(self) -> int:
+        """K."""
+        return self.index.shape[1]
+
+    def with_inverse(self, num_keys: int) -> "Selection":
+        """The same Selection carrying its key-to-slots index, made once and shared by all who need it."""
+        if self.inverse is not None:
+            return self
+        return replace(self, inverse=invert(self.index, num_keys))
+
+    def mask(self, num_keys: int) -> Tensor:
+        """[T, num_keys] bool, True where selected. For small sizes: tests and metrics."""
+        column = torch.where(self.index < 0, num_keys, self.index).long()
+        held = torch.zeros(self.num_rows, num_keys + 1, dtype=torch.bool, device=self.index.device)
+        return held.scatter_(1, column, True)[:, :num_keys]
+
+    def to(self, device: torch.device | str) -> "Selection":
+        """A copy on `device`, without the inverse."""
+        score = None if self.score is None else self.score.to(device)
+        return replace(self, index=self.index.to(device), length=self.length.to(device), score=score, inverse=None)
+
+
+def invert(index: Tensor, num_keys: int) -> Inverse:
+    """The key-to-slots index of `index` [T, K]: a stable sort by key. Fixed shapes, no device sync."""
+    key = torch.where(index < 0, num_keys, index).reshape(-1).long()
+    ordered, slot = key.sort(stable=True)
+    bounds = torch.arange(num_keys + 1, device=index.device)
+    return Inverse(slot=slot, offset=torch.searchsorted(ordered, bounds))
+
+
+def rank(scores: Tensor, columns: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The ranking rule, on a block of rows.
+
+    Finite scores and +inf rank by value (+0 equals -0); ties go to the smaller key; NaN and -inf are never selected.
+
+    scores: [R, W], -inf where a row may not read the column. Not changed.
+    columns: [R, W] (or broadcastable) int32: the key row of each column, ascending along W.
+    Returns index [R, top_k] int32 (ascending, then -1), length [R] int32, score [R, top_k] (values as they were, then
+    -inf). The K-th largest value is found first; what lies above it is taken, then the leftmost of what equals it.
+    """
+    rows, width = scores.shape
+    comparable = torch.where(scores.isnan(), -torch.inf, scores)
+    if width == 0:
+        above = equal = torch.zeros_like(comparable, dtype=torch.bool)
+    else:
+        cutoff = comparable.topk(min(top_k, width), dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+        above = comparable > cutoff
+        equal = (comparable == cutoff) & (comparable > -torch.inf)
+    wanted = top_k - above.sum(1, keepdim=True, dtype=torch.int32)
+    taken = above | (equal & (equal.cumsum(1, dtype=torch.int32) <= wanted))
+    place = taken.cumsum(1, dtype=torch.int32)
+    # Column top_k collects what was not taken and is cut off.
+    slot = torch.where(taken, place - 1, top_k).long()
+    index = torch.full((rows, top_k + 1), -1, dtype=torch.int32, device=scores.device)
+    index.scatter_(1, slot, columns.expand(rows, width))
+    score = scores.new_full((rows, top_k + 1), -torch.inf).scatter_(1, slot, scores)
+    return index[:, :top_k].contiguous(), taken.sum(1, dtype=torch.int32), score[:, :top_k].contiguous()

@@ -1,0 +1,1 @@
+"""The trainer: text, stages, checkpoints, metrics and the report of a run."""

@@ -1,0 +1,263 @@
+"""Text as packs: documents laid end to end, each ended by eos, T tokens at a time.
+
+    files -> documents -> tokens ... eos | tokens ... eos | tok    a pack is full: the document is cut there
+                                                             ens ... eos | ...    its rest opens the next pack
+
+No label and no attention crosses from one document, or from one part of a cut document, to the next.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsattn.config import DataConfig
+from dsattn.errors import DataError, InputError
+from dsattn.keys import Layout
+from dsattn.training.text import Split, TextFile, find_files, read_documents, split_files
+from dsattn.training.tokenizers import Tokenizer
+
+IGNORED_LABEL = -100
+"""Label of rows that have no next token; what `torch.nn.functional.cross_entropy` ignores."""
+
+_HELD_OUT_SPREAD = 8
+_ORDERING = ("text_field", "held_out", "min_document_tokens", "seed")
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """T token rows and what is known about them.
+
+    tokens: [T] int64. labels: [T] int64, the next token of the same document; IGNORED_LABEL on each document's last
+    token and on padding. layout: T rows; padding, if any, comes last. num_labels: labels that count; may be 0.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    layout: Layout
+    num_labels: int
+
+    def to(self, device: torch.device | str) -> "Pack":
+        """A copy on `device`; does not wait for the transfer."""
+        return replace(
+            self,
+            tokens=self.tokens.to(device, non_blocking=True),
+            labels=self.labels.to(device, non_blocking=True),
+            layout=self.layout.to(device),
+        )
+
+
+def fold(packs: Sequence[Pack]) -> Pack:
+    """Several packs as one stream: a micro-batch. Documents stay apart; each pack's padding stays behind its documents.
+
+    Packs must be on the host, as they come from a PackStream. Raises InputError where there is none.
+    """
+    if not packs:
+        raise InputError("packs is empty; give at least one")
+    lengths: list[int] = []
+    padded: list[int] = []
+    for pack in packs:
+        real = list(pack.layout.lengths) or [0]
+        rows = pack.tokens.shape[0]
+        lengths += real
+        padded += [*real[:-1], real[-1] + rows - sum(real)]
+    return Pack(
+        tokens=torch.cat([pack.tokens for pack in packs]),
+        labels=torch.cat([pack.labels for pack in packs]),
+        layout=Layout.packed(lengths, padded=padded),
+        num_labels=sum(pack.num_labels for pack in packs),
+    )
+
+
+class _Place(NamedTuple):
+    """A point in the stream: pass over the files, place of the file in that pass, record, token of its document."""
+
+    epoch: int = 0
+    file: int = 0
+    record: int = 0
+    token: int = 0
+
+
+class _Run(NamedTuple):
+    """Consecutive tokens of one document: where the first stands, int32 [n] ids, and whether the document ends here."""
+
+    place: _Place
+    tokens: np.ndarray
+    ends: bool
+
+
+class _RawPack(NamedTuple):
+    """At most T int32 ids and the lengths of their documents, in order."""
+
+    tokens: np.ndarray
+    lengths: list[int]
+
+
+class PackStream(Iterator[Pack]):
+    """The packs of one split, in one global order that depends on nothing but configuration, tokenizer and files.
+
+    `train` never ends: each epoch reads every file, in an order drawn from (seed, epoch); records keep the order of
+    their file. Every row is real. `held_out` reads once in a fixed order, whatever the seed, and pads its last pack.
+
+    An empty text is a document of one eos. A document with fewer than `min_document_tokens` tokens (its eos counts) is
+    passed over. A document that does not fit is cut, and its rest is a new document of the next pack: positions
+    restart there, and the token before the cut has no label.
+
+    Raises DataError where a file cannot be read, or where a whole pass brings nothing to learn from.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, split: Split = "train"):
+        found = find_files(config.source)
+        self.config = config
+        self.tokenizer = tokenizer
+        self.split = split
+        self.passed_over = found.passed_over
+        """Names of files that are not text."""
+        self.files = split_files(found.files, config.held_out, split)
+        if not self.files:
+            raise DataError(f"data.held_out={config.held_out} leaves the {split} split without text; raise it")
+        self._made_from = self._describe()
+        self._seek(_Place())
+
+    def __next__(self) -> Pack:
+        return _finish(next(self._raw), self.config.pack_tokens, self.tokenizer.pad)
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the files, from 0, that the last pack ended in."""
+        return self._place.epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The point behind the last pack given out, and what the order of tokens hangs on: plain numbers and strings.
+
+        Files count by name and size.
+        """
+        return {"place": self._place._asdict(), "made_from": dict(self._made_from)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the last pack given out when `state` was taken, with the same tokens to the last bit.
+
+        The document that was cut there is read again from its start; JSONL lines before it are passed over unparsed.
+        Raises DataError naming what differs where the text or its reading has changed since; `pack_tokens` may change.
+        """
+        now, then = self._made_from, state["made_from"]
+        changed = [f"{name}: {then.get(name)!r} then, {now[name]!r} now" for name in now if then.get(name) != now[name]]
+        if changed:
+            raise DataError(f"cannot resume: the training text has changed ({'; '.join(changed)}); start a new run")
+        self._seek(_Place(**state["place"]))
+
+    def _seek(self, place: _Place) -> None:
+        self._place = place
+        self._raw = self._cut(self._runs(place))
+
+    def _cut(self, runs: Iterator[_Run]) -> Iterator[_RawPack]:
+        """Cut runs of tokens into packs, moving `_place` to the end of each before it is given out."""
+        room = self.config.pack_tokens
+        parts: list[np.ndarray] = []
+        lengths: list[int] = []
+        length = 0
+        for place, tokens, ends in runs:
+            used = 0
+            while used < len(tokens):
+                part = tokens[used : used + room]
+                used, room, length = used + len(part), room - len(part), length + len(part)
+                parts.append(part)
+                finished = ends and used == len(tokens)
+                if finished or not room:
+                    lengths.append(length)
+                    length = 0
+                if not room:
+                    following = place._replace(record=place.record + 1, token=0)
+                    self._place = following if finished else place._replace(token=place.token + used)
+                    yield _RawPack(np.concatenate(parts), lengths)
+                    parts, lengths, room = [], [], self.config.pack_tokens
+        if parts:
+            yield _RawPack(np.concatenate(parts), lengths)
+
+    def _runs(self, start: _Place) -> Iterator[_Run]:
+        """Every token from `start` on; behind the document, file and epoch that it names, everything from its start."""
+        for epoch in count(start.epoch) if self.split == "train" else [0]:
+            learnable = start != _Place(epoch)  # a pass that was resumed in its middle proves nothing
+            files = self._order(epoch)
+            for at in range(start.file, len(files)):
+                for record, pieces in read_documents(files[at], self.config.text_field, start.record):
+                    token = 0
+                    for tokens, ends in self._encoded(pieces):
+                        learnable |= not ends
+                        first = max(start.token - token, 0)
+                        if first < len(tokens):
+                            yield _Run(_Place(epoch, at, record, token + first), tokens[first:], ends)
+                        token += len(tokens)
+                    start = _Place(epoch)
+                start = _Place(epoch)
+            if not learnable:
+                raise DataError(
+                    f"the {self.split} split of data.source={self.config.source!r} has no document of two tokens or "
+                    f"more (data.min_document_tokens={self.config.min_document_tokens}); add text"
+                )
+            start = _Place(epoch + 1)
+
+    def _encoded(self, pieces: Iterator[str]) -> Iterator[tuple[np.ndarray, bool]]:
+        """Token arrays of one document, none empty; the last holds eos alone and comes with True."""
+        waiting: list[np.ndarray] = []
+        seen = 0
+        for piece in pieces:
+            tokens = self.tokenizer.encode(piece)
+            seen += len(tokens)
+            waiting.append(tokens)
+            if seen + 1 >= self.config.min_document_tokens:
+                yield from ((tokens, False) for tokens in waiting if len(tokens))
+                waiting = []
+        if seen + 1 >= self.config.min_document_tokens:
+            yield np.array([self.tokenizer.eos], np.int32), True
+
+    def _order(self, epoch: int) -> list[TextFile]:
+        """Sorted by a hash: the same shuffle on every machine and under every version of every library."""
+        draw = f"{self.config.seed} {epoch} " if self.split == "train" else "held out "
+        return sorted(self.files, key=lambda file: hashlib.sha256(draw.encode() + os.fsencode(file.name)).digest())
+
+    def _describe(self) -> dict[str, Any]:
+        listing = json.dumps([[file.name, file.size] for file in self.files])
+        return {
+            "split": self.split,
+            "tokenizer": self.tokenizer.name,
+            "files": f"{len(self.files)} files, {hashlib.sha256(listing.encode()).hexdigest()[:16]}",
+            **{name: getattr(self.config, name) for name in _ORDERING},
+        }
+
+
+def held_out_packs(config: DataConfig, tokenizer: Tokenizer, n: int) -> list[Pack]:
+    """The same `n` held-out packs every time, or all where there are fewer; the last of all may end in padding.
+
+    They are spread evenly over the first 8 n packs, so that a few packs are not all from one long document.
+    Raises DataError where nothing is held out, InputError for n < 1.
+    """
+    if n < 1:
+        raise InputError(f"n={n} must be at least 1")
+    stream = PackStream(config, tokenizer, "held_out")
+    raw = list(islice(stream._raw, _HELD_OUT_SPREAD * n))
+    chosen = raw if len(raw) <= n else [raw[i * len(raw) // n] for i in range(n)]
+    return [_finish(one, config.pack_tokens, tokenizer.pad) for one in chosen]
+
+
+def _finish(raw: _RawPack, rows: int, pad: int) -> Pack:
+    """Tensors, labels and layout of a raw pack, padded to `rows`."""
+    filled = len(raw.tokens)
+    tokens = np.full(rows, pad, np.int64)
+    tokens[:filled] = raw.tokens
+    labels = np.full(rows, IGNORED_LABEL, np.int64)
+    labels[: filled - 1] = tokens[1:filled]
+    labels[np.cumsum(raw.lengths) - 1] = IGNORED_LABEL
+    return Pack(
+        tokens=torch.from_numpy(tokens),
+        labels=torch.from_numpy(labels),
+        layout=Layout.packed(raw.lengths, total=rows),
+        num_labels=filled - len(raw.lengths),
+    )

@@ -1,0 +1,279 @@
+"""Indexer health: what an indexer selects, against what dense attention reads in the same text.
+One forward in mode `warmup` attends densely everywhere, so no indexer has a say in it; each layer's probe then has both
+in hand:
+
+    mass[t, s] = mean over heads of softmax_s(scale * q[t, h] . k[s])     the attention that selecting would replace
+    recall[t]  = sum of mass[t, s] over the K selected keys s
+
+Only rows that see more than K keys count: the others keep every key, and their recall is 1 by definition.
+Letters: T rows, S keys, H heads, G key groups, C key width, K kept keys, R rows and W keys of a block.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsattn.config import DSAConfig
+from dsattn.errors import InputError
+from dsattn.keys import KeyRange
+from dsattn.model.decoder import Decoder
+from dsattn.nn.state import Observation, Pass
+from dsattn.ops import indexer_kl, select_keys
+from dsattn.ops.blocks import row_blocks, span
+from dsattn.selection import Selection
+from dsattn.training.data import Pack
+
+QUARTILES = 4
+_PER_ROW = ("recall", "random", "recency", "oracle", "top1", "kl_uniform")
+_BY_QUARTILE = ("recall", "random", "recency")
+_DISTANCE_BINS = 33  # 0, 1, 2-3, 4-7, ...: all that int32 key rows can be apart
+_MASKS_AND_MASSES = 6  # [R, W] temporaries beside the [R, H, W] logits and probabilities
+_UNIFORM_NATS = 1e-6  # attention this close to uniform has nothing to capture but rounding
+
+
+@dataclass(frozen=True)
+class LayerHealth:
+    """Means over the counted rows of one layer; None where no row counts, or where a value is not finite.
+
+    recall: share of the dense attention mass that lies on the selected keys. Beside it, for the same rows: `random`,
+    the exact expectation for K random visible keys (K / visible); `recency`, the last K visible keys; `oracle`, the K
+    heaviest keys: the most that any selection reaches. recall_quartiles and so on: by `Health.quartile_positions`.
+    worst_head: recall in the mass of the head that loses most. top1: share of rows whose heaviest key is selected.
+    kl, kl_uniform: nats from the mass to softmax(scores), and to uniform weights, over the visible keys.
+    captured: 1 - kl / kl_uniform. distances, oracle_distances: how many selected (heaviest) keys lie t - s rows back,
+    in bins 0, 1, 2-3, 4-7, 8-15, ...
+    """
+
+    layer: int
+    rows: int
+    recall: float | None
+    recall_quartiles: list[float | None]
+    random: float | None
+    random_quartiles: list[float | None]
+    recency: float | None
+    recency_quartiles: list[float | None]
+    oracle: float | None
+    worst_head: float | None
+    top1: float | None
+    kl: float | None
+    kl_uniform: float | None
+    captured: float | None
+    distances: list[int]
+    oracle_distances: list[int]
+
+
+@dataclass(frozen=True)
+class Health:
+    """Every layer that owns an indexer, measured on the same rows.
+
+    rows: counted rows, those that see more than top_k keys. quartile_positions: of the counted rows' positions in their
+    documents the first, three inner edges, and the last; quartile i holds positions from edge i up to below edge i + 1,
+    the last one included. Empty without rows. note: why there is nothing to measure, else empty.
+    """
+
+    layers: list[LayerHealth]
+    top_k: int
+    rows: int
+    quartile_positions: list[int]
+    note: str = ""
+
+    def mean(self, name: str) -> float | None:
+        """Mean of a LayerHealth number over layers; None where no layer has it."""
+        values = [value for layer in self.layers if (value := getattr(layer, name)) is not None]
+        return sum(values) / len(values) if values else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that JSON can hold."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, tree: Mapping[str, Any]) -> "Health":
+        """What `to_dict` made."""
+        return cls(**{**tree, "layers": [LayerHealth(**layer) for layer in tree["layers"]]})
+
+
+def indexer_health(model: Decoder, packs: Sequence[Pack], *, max_rows_per_pack: int | None = None) -> Health:
+    """Measure every indexer of `model` against dense attention on `packs`; see the head of this file.
+
+    packs: on any device. max_rows_per_pack: counted rows that are measured in a pack, spread evenly; None takes all.
+    Memory beside the forward: O(T K) and row blocks of [R, H, S]. Modes of the model's modules are put back.
+    Raises InputError for max_rows_per_pack below 1.
+    """
+    if max_rows_per_pack is not None and max_rows_per_pack < 1:
+        raise InputError(f"max_rows_per_pack={max_rows_per_pack} must be at least 1; None takes every row")
+    dsa = model.config.dsa
+    top_k = dsa.indexer.top_k
+    device = next(model.parameters()).device
+    owners = [layer for layer, source in enumerate(model.model.sources) if source == layer]
+    tallies = {layer: _Tally(top_k, model.config.attention.heads, device) for layer in owners}
+    counted = [_counted_rows(pack, top_k, max_rows_per_pack) for pack in packs]
+    places = [pack.layout.positions.cpu()[rows] for pack, rows in zip(packs, counted, strict=True)]
+    positions = torch.cat(places).sort().values if places else torch.empty(0, dtype=torch.int64)
+    total = len(positions)
+    edges = positions[[total * part // QUARTILES for part in range(1, QUARTILES)]] if total else positions
+    if tallies and total:
+        with torch.no_grad(), evaluating(model):
+            for pack, rows, place in zip(packs, counted, places, strict=True):
+                if len(rows):
+                    _observe(model, pack, rows, torch.bucketize(place, edges, right=True), tallies)
+    note = ""
+    if not tallies:
+        note = "no layer owns an indexer"
+    elif not total:
+        note = f"no row sees more than top_k={top_k} keys, so every key is kept; measure on longer documents"
+    bounds = [int(positions[0]), *edges.tolist(), int(positions[-1])] if total and tallies else []
+    layers = [tally.finish(layer) for layer, tally in tallies.items()]
+    return Health(layers, top_k, total if tallies else 0, bounds, note)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; afterwards every module is in the mode it was in."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def _counted_rows(pack: Pack, top_k: int, most: int | None) -> Tensor:
+    """[R] int64 on the host, ascending."""
+    rows = (pack.layout.keys.lengths() > top_k).cpu().nonzero().flatten()
+    if most is not None and len(rows) > most:
+        rows = rows[(2 * torch.arange(most) + 1) * len(rows) // (2 * most)]
+    return rows
+
+
+def _observe(model: Decoder, pack: Pack, rows: Tensor, quartile: Tensor, tallies: dict[int, "_Tally"]) -> None:
+    """One forward of one pack, each of its layers measured while it runs."""
+    device = next(model.parameters()).device
+    pack, rows, quartile = pack.to(device), rows.to(device), quartile.to(device)
+
+    def probe(layer: int, seen: Observation) -> None:
+        if layer in tallies:
+            with torch.autocast(device.type, enabled=False):  # else products of fp32 scores would be rounded to bf16
+                tallies[layer].add(seen, rows, quartile, model.config.dsa)
+
+    model(pack.tokens, pack.layout, Pass(mode="warmup", with_kl=False, probe=probe))
+
+
+class _Tally:
+    """Sums of one layer over rows, in fp64, kept on the device that measures."""
+
+    def __init__(self, top_k: int, heads: int, device: torch.device) -> None:
+        self.top_k = top_k
+        sums = {"dtype": torch.float64, "device": device}
+        self.rows = torch.zeros(QUARTILES, **sums)
+        self.per_row = torch.zeros(QUARTILES, len(_PER_ROW), **sums)
+        self.heads = torch.zeros(heads, **sums)
+        self.kl = torch.zeros((), **sums)
+        self.distances = torch.zeros(_DISTANCE_BINS, dtype=torch.int64, device=device)
+        self.oracle_distances = torch.zeros_like(self.distances)
+
+    def add(self, seen: Observation, rows: Tensor, quartile: Tensor, dsa: DSAConfig) -> None:
+        """Measure `rows` [R] of what a layer was seen to do; quartile: [R], each row's."""
+        assert seen.index is not None, "a probed layer runs the indexer it owns"
+        keys = KeyRange(seen.layout.keys.start[rows], seen.layout.keys.stop[rows])
+        indexer = (seen.index.q[rows], seen.index.k, seen.index.w[rows])
+        q_RHC = seen.q[rows]
+        shared = {"relu": dsa.indexer.relu, "backend": dsa.backend}
+        self.kl += indexer_kl(*indexer, q_RHC, seen.kv, seen.lse[rows], keys, scale=seen.scale, divisor=1, **shared)
+        shared |= {"precision": dsa.precision, "block_bytes": dsa.block_bytes}
+        selection = select_keys(*indexer, keys, self.top_k, **shared)
+        here = seen.layout.rows[rows]
+        self.distances += _distances(here, selection.index)
+        wide = torch.promote_types(q_RHC.dtype, torch.float32)
+        start, stop = keys.start.cpu(), keys.stop.cpu()
+        per_row = wide.itemsize * seen.kv.shape[0] * (2 * q_RHC.shape[1] + _MASKS_AND_MASSES)
+        for part in row_blocks(len(rows), per_row, rows.device):
+            ranges = keys.row_slice(part.start, part.stop)
+            run = slice(*span(start[part], stop[part], seen.kv.shape[0]))
+            column_W = torch.arange(run.start, run.stop, device=rows.device)
+            visible_RW = (column_W >= ranges.start[:, None]) & (column_W < ranges.stop[:, None])
+            p_RHW = _attention(q_RHC[part].to(wide), seen.kv[run].to(wide), seen.scale, visible_RW)
+            chosen = Selection(selection.index[part], selection.length[part])
+            selected_RW = chosen.mask(run.stop)[:, run.start :]
+            recent_RW = column_W >= ranges.stop[:, None] - self.top_k
+            heaviest = self._add_block(p_RHW, selected_RW, recent_RW, ranges.lengths(), quartile[part])
+            self.oracle_distances += _distances(here[part], heaviest + run.start)
+
+    def _add_block(
+        self, p_RHW: Tensor, selected_RW: Tensor, recent_RW: Tensor, visible_R: Tensor, quartile_R: Tensor
+    ) -> Tensor:
+        """Returns the columns [R, K] of the heaviest keys. p: attention; visible: how many keys a row sees."""
+        mass_RW = p_RHW.mean(1)
+        caught_RH = torch.einsum("rhw,rw->rh", p_RHW, selected_RW.to(p_RHW.dtype))
+        heaviest = mass_RW.topk(self.top_k, dim=1)
+        values = {
+            "recall": caught_RH.mean(1),
+            "random": self.top_k / visible_R.double(),
+            "recency": (mass_RW * recent_RW).sum(1),
+            "oracle": heaviest.values.sum(1),
+            "top1": (mass_RW * selected_RW).amax(1) == mass_RW.amax(1),
+            "kl_uniform": torch.xlogy(mass_RW, mass_RW).sum(1) + visible_R.double().log(),
+        }
+        values_RN = torch.stack([values[name].double() for name in _PER_ROW], dim=1)
+        quartile_QR = torch.arange(QUARTILES, device=quartile_R.device)[:, None] == quartile_R
+        self.per_row += quartile_QR.double() @ values_RN
+        self.rows += quartile_QR.sum(1)
+        self.heads += caught_RH.double().sum(0)
+        return heaviest.indices
+
+    def finish(self, layer: int) -> LayerHealth:
+        """The means, on the host."""
+        rows = self.rows.tolist()
+        total = sum(rows)
+        column = dict(zip(_PER_ROW, self.per_row.cpu().unbind(1), strict=True))
+        means = {name: _ratio(value.sum().item(), total) for name, value in column.items()}
+        quartiles = {
+            f"{name}_quartiles": [
+                _ratio(value, count) for value, count in zip(column[name].tolist(), rows, strict=True)
+            ]
+            for name in _BY_QUARTILE
+        }
+        kl, kl_uniform = _ratio(self.kl.item(), total), means["kl_uniform"]
+        captured = None
+        if kl is not None and kl_uniform is not None and kl_uniform > _UNIFORM_NATS:
+            captured = 1 - kl / kl_uniform
+        fields: dict[str, Any] = {**means, **quartiles}
+        return LayerHealth(
+            layer=layer,
+            rows=int(total),
+            worst_head=_ratio(self.heads.min().item(), total),
+            kl=kl,
+            captured=captured,
+            distances=_without_tail(self.distances.tolist()),
+            oracle_distances=_without_tail(self.oracle_distances.tolist()),
+            **fields,
+        )
+
+
+def _attention(q_RHC: Tensor, kv: Tensor, scale: float, visible_RW: Tensor) -> Tensor:
+    """[R, H, W] softmax over the visible keys; what the others hold, NaN too, is not met. kv: [W, C] or [W, G, C]."""
+    k_WGC = kv.unsqueeze(1) if kv.dim() == 2 else kv
+    q_RGJC = q_RHC.unflatten(1, (k_WGC.shape[1], -1))
+    logits_RHW = torch.einsum("rgjc,wgc->rgjw", q_RGJC, k_WGC).flatten(1, 2).mul_(scale)
+    return logits_RHW.masked_fill_(~visible_RW[:, None], -torch.inf).softmax(-1)
+
+
+def _distances(here_R: Tensor, index_RK: Tensor) -> Tensor:
+    """[33] int64 counts of t - s in bins 0, 1, 2-3, 4-7, ...; negative entries of the index are empty slots."""
+    back = (here_R[:, None] - index_RK)[index_RK >= 0]
+    edges = 2 ** torch.arange(_DISTANCE_BINS - 1, device=back.device)
+    return torch.bincount(torch.bucketize(back, edges, right=True), minlength=_DISTANCE_BINS)
+
+
+def _ratio(total: float, count: float) -> float | None:
+    return total / count if count and math.isfinite(total) else None
+
+
+def _without_tail(counts: list[int]) -> list[int]:
+    return counts[: max((bin_ + 1 for bin_, count in enumerate(counts) if count), default=0)]

@@ -1,0 +1,248 @@
+"""The training loop: stages, steps, evaluations, checkpoints, and the ways a run may end early."""
+
+import contextlib
+import dataclasses
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsattn.config import RunConfig, StageConfig
+from dsattn.errors import InputError, TrainingStopped
+from dsattn.model.decoder import Decoder
+from dsattn.training import checkpoint, state
+from dsattn.training.data import Pack, PackStream, held_out_packs
+from dsattn.training.metrics import Health, MetricsWriter, held_out_loss, indexer_health
+from dsattn.training.report import Console, closing_table, write_report
+from dsattn.training.runs import checkpoint_to_resume, init_weights, load_run, pick_device, write_json
+from dsattn.training.stages import audit, learning_rate, learns, make_optimizer, set_mode
+from dsattn.training.step import Losses, accumulate_gradients, compute
+from dsattn.training.tokenizers import load_tokenizer
+
+__all__ = ["Progress", "Trainer", "load_run", "train"]
+
+
+def train(config: RunConfig, *, recipe: str | None = None, console: bool = True) -> dict[str, Any]:
+    """Run every stage that is left and return what `summary.json` holds.
+
+    Goes on from the newest checkpoint of `config.train.run_dir` where `resume` says so. SIGTERM or SIGINT saves and
+    returns early with `finished` False. Raises TrainingStopped where a loss or gradient is not finite, CheckpointError
+    where a checkpoint cannot be written or read, DataError where text cannot be read, InputError where the folder holds
+    another run.
+    """
+    return Trainer(config, recipe=recipe, console=console).run()
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run has come: what a checkpoint keeps beside weights, optimiser, random state and data position.
+
+    step: optimiser steps done, over all stages. indexer_steps: those in which indexers learned. tokens: real rows.
+    seconds: over all resumes. stages: one entry a finished stage, as in `summary.json`.
+    """
+
+    step: int = 0
+    indexer_steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    stages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+class Trainer:
+    """One run. Construction reads the folder and the text; `run` trains."""
+
+    def __init__(self, config: RunConfig, *, recipe: str | None = None, console: bool = True):
+        self.config, self.recipe = config, recipe
+        self.run_dir = Path(config.train.run_dir)
+        self.device = pick_device(config.train.device)
+        self.resumed_from = checkpoint_to_resume(config)
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        if tokenizer.vocab_size > config.model.vocab_size:
+            raise InputError(
+                f"model.vocab_size={config.model.vocab_size} must be at least {tokenizer.vocab_size}, "
+                f"the ids of data.tokenizer={config.data.tokenizer!r}"
+            )
+        self.stream = PackStream(config.data, tokenizer, "train")
+        self.held_out: list[Pack] = []
+        if config.data.held_out > 0:
+            self.held_out = held_out_packs(config.data, tokenizer, config.train.eval_packs)
+        torch.manual_seed(config.train.seed)
+        self.model = Decoder(config.model).to(self.device)
+        if self.resumed_from is None and config.train.init_from is not None:
+            init_weights(self.model, config.train)
+        self.progress = Progress()
+        self.total_steps = sum(stage.steps for stage in config.train.stages)
+        self.console = Console(console, self.total_steps)
+        self.stop_asked = False
+        self.saved_step = 0
+
+    def run(self) -> dict[str, Any]:
+        """Train what is left, then write summary and report."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        write_json(self.run_dir / "config.json", self.config)
+        begin = checkpoint.load_meta(self.resumed_from)["stage"] if self.resumed_from else 0
+        with contextlib.closing(self.console), self._stopping_on_signals():
+            self._announce()
+            self.metrics = MetricsWriter(self.run_dir, self.config.train.tensorboard)
+            with contextlib.closing(self.metrics):
+                first = 0
+                for index, stage in enumerate(self.config.train.stages):
+                    if index >= begin and not self.stop_asked:
+                        self._run_stage(index, stage, first, resuming=index == begin and self.resumed_from is not None)
+                    first += stage.steps
+            summary = self._summarise()
+            self.console.say(closing_table(summary))
+        return summary
+
+    def _announce(self) -> None:
+        parameters = sum(p.numel() for p in self.model.parameters())
+        skipped = f", {len(self.stream.passed_over)} files passed over: not text" if self.stream.passed_over else ""
+        self.console.say(f"{parameters:,} parameters on {self.device}; {len(self.stream.files)} training files{skipped}")
+
+    def _run_stage(self, index: int, stage: StageConfig, first: int, *, resuming: bool) -> None:
+        """The steps that are left of a stage that begins behind global step `first`."""
+        set_mode(self.model, stage.mode)
+        self.optimizer = make_optimizer(self.model, self.config.train, stage)
+        if resuming:
+            self._restore()
+        last = first + stage.steps
+        if self.progress.step >= last:
+            return
+        self.console.audit(audit(self.model, stage.mode))
+        clock = time.monotonic() - self.progress.seconds
+        while self.progress.step < last and not self.stop_asked:
+            started = time.monotonic()
+            lr = learning_rate(stage, self.progress.step - first)
+            losses, grad_norm = self._step(stage, lr)
+            self.progress.step += 1
+            self.progress.tokens += losses.rows
+            self.progress.indexer_steps += learns(stage.mode)[1]
+            self.progress.seconds = time.monotonic() - clock
+            speed = losses.rows / (time.monotonic() - started)
+            self._log(index, stage, losses, {"lr": lr, "grad_norm": grad_norm, "tokens_per_second": speed})
+            done = self.progress.step == last
+            if done or self.progress.step % self.config.train.eval_every == 0:
+                self._evaluate(index, stage, done)
+            if done or self.progress.step % self.config.train.save_every == 0:
+                self._save(index)
+        if self.saved_step != self.progress.step:  # asked to stop between two checkpoints
+            self._save(index)
+
+    def _step(self, stage: StageConfig, lr: float) -> tuple[Losses, float]:
+        """One optimiser step; returns its losses and the norm of its gradient before clipping."""
+        packs = [next(self.stream) for _ in range(self.config.train.packs_per_step)]
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        losses = accumulate_gradients(self.model, packs, stage, self.config.train)
+        learning = [p for p in self.model.parameters() if p.requires_grad]
+        grad_norm = torch.nn.utils.clip_grad_norm_(learning, self.config.train.grad_clip).item()
+        self._check_finite(losses, grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return losses, grad_norm
+
+    def _check_finite(self, losses: Losses, grad_norm: float) -> None:
+        values = {"the language-model loss": losses.lm, "the gradient's norm": grad_norm}
+        values |= {f"the KL of layer {layer}": value for layer, value in losses.kl.items()}
+        wrong = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+        if wrong:
+            raise TrainingStopped(
+                f"step {self.progress.step + 1}: {', '.join(wrong)}. That step changed no weight; the last good "
+                f"checkpoint is {checkpoint.latest(self.run_dir) or 'none'}. Lower the learning rate, or look at the "
+                "text there"
+            )
+
+    def _log(self, index: int, stage: StageConfig, losses: Losses, facts: dict[str, float]) -> None:
+        step = self.progress.step
+        self.console.step(step, stage.mode, losses.lm, losses.kl_mean, facts["tokens_per_second"])
+        if step % self.config.train.log_every == 0 or step == 1:
+            head = {"kind": "train", "step": step, "stage": index, "mode": stage.mode}
+            loss = {"lm_loss": losses.lm, "kl": losses.kl_mean, "kl_layers": losses.kl or None}
+            self.metrics.write({**head, **loss, **facts, "seconds": self.progress.seconds})
+
+    def _evaluate(self, index: int, stage: StageConfig, done: bool) -> None:
+        """Held-out loss in the stage's own mode, and the indexers' health once they have begun to learn."""
+        loss: float | None = None
+        health: Health | None = None
+        if self.held_out:
+            with compute(self.config.train, self.device):
+                loss = held_out_loss(self.model, self.held_out, stage.mode)
+                if stage.mode != "dense":
+                    health = indexer_health(self.model, self.held_out)
+        measured = None if health is None else health.to_dict()
+        head = {"kind": "eval", "step": self.progress.step, "stage": index, "mode": stage.mode}
+        self.metrics.write({**head, "lm_loss": loss, "health": measured, "seconds": self.progress.seconds})
+        if done:
+            entry = {"mode": stage.mode, "steps": stage.steps, "held_out_loss": loss, "health": measured}
+            self.progress.stages.append({**entry, "seconds": self.progress.seconds})
+
+    def _save(self, index: int) -> None:
+        tree = {
+            **state.capture(self.model, self.optimizer),
+            "rng": state.rng_state(),
+            "data": self.stream.state_dict(),
+            "progress": dataclasses.asdict(self.progress),
+        }
+        config = dataclasses.asdict(self.config)
+        meta = {"config": config, "stage": index, "indexer_steps": self.progress.indexer_steps, "recipe": self.recipe}
+        keep = self.config.train.keep_checkpoints
+        checkpoint.save(self.run_dir, self.progress.step, tree, keep=keep, meta=meta)
+        self.saved_step = self.progress.step
+
+    def _restore(self) -> None:
+        assert self.resumed_from is not None
+        rest = {"rng": None, "data": None, "progress": None}
+        rest = state.restore(self.resumed_from, self.model, self.optimizer, rest)
+        self.progress = Progress(**rest["progress"])
+        self.saved_step = self.progress.step
+        self.stream.load_state_dict(rest["data"])
+        state.set_rng_state(rest["rng"])
+        self.metrics.resume_from(self.progress.step)
+        self.console.say(f"going on from {self.resumed_from}: step {self.progress.step} of {self.total_steps}")
+        self.console.start_at(self.progress.step)
+
+    @contextlib.contextmanager
+    def _stopping_on_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT end the run after the current step, with a checkpoint; a second SIGINT at once."""
+
+        def ask(number: int, _: Any) -> None:
+            if number == signal.SIGINT and self.stop_asked:
+                raise KeyboardInterrupt
+            self.stop_asked = True
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _summarise(self) -> dict[str, Any]:
+        """Write `summary.json` and `report.html`."""
+        newest, on_gpu = checkpoint.latest(self.run_dir), self.device.type == "cuda"
+        summary = {
+            "recipe": self.recipe,
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
+            "torch": torch.__version__,
+            "peak_bytes": torch.cuda.max_memory_allocated(self.device) if on_gpu else None,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "seconds": self.progress.seconds,
+            "tokens": self.progress.tokens,
+            "stages": self.progress.stages,
+            "checkpoint": str(newest) if newest else None,
+            "report": str(self.run_dir / "report.html"),
+            "metrics": str(self.run_dir / "metrics.jsonl"),
+            "finished": self.progress.step >= self.total_steps,
+        }
+        write_json(self.run_dir / "summary.json", summary)
+        write_report(self.run_dir)
+        return summary

@@ -1,0 +1,121 @@
+"""Recipes: functions that return a whole run. `RECIPES` names those that the command line offers."""
+
+from collections.abc import Callable
+
+from dsattn.config import (
+    DataConfig,
+    DSAConfig,
+    IndexerConfig,
+    MLAConfig,
+    ModelConfig,
+    RopeConfig,
+    RunConfig,
+    StageConfig,
+    TrainConfig,
+)
+
+
+def tiny() -> RunConfig:
+    """A laptop CPU, a few minutes: 4 layers, 1024-token packs, 64 of up to 1024 keys kept; dense, warm-up, sparse."""
+    indexer = IndexerConfig(heads=4, head_dim=32, top_k=64, rope_dim=16)
+    attention = MLAConfig(
+        heads=4, q_lora_rank=64, kv_lora_rank=48, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32
+    )
+    return RunConfig(
+        model=ModelConfig(
+            hidden_size=128, num_layers=4, intermediate_size=352, attention=attention, dsa=DSAConfig(indexer=indexer)
+        ),
+        data=DataConfig(pack_tokens=1024),
+        train=TrainConfig(
+            stages=(
+                StageConfig(mode="dense", steps=300, lr=3e-3, lr_warmup=20),
+                StageConfig(mode="warmup", steps=100, lr=5e-3, lr_warmup=10),
+                StageConfig(mode="sparse", steps=200, lr=1e-3, lr_warmup=10),
+            ),
+            packs_per_step=2,
+            packs_per_micro_batch=2,
+            eval_packs=4,
+            run_dir="runs/tiny",
+        ),
+    )
+
+
+def small() -> RunConfig:
+    """One GPU: 0.3 B parameters, 32K-token packs, 2048 keys kept, bfloat16; dense, warm-up, sparse."""
+    indexer = IndexerConfig(heads=16, head_dim=64, top_k=2048, rope_dim=64)
+    attention = MLAConfig(heads=16, q_lora_rank=768, kv_lora_rank=512, qk_nope_head_dim=128, v_head_dim=128)
+    return RunConfig(
+        model=ModelConfig(
+            hidden_size=1024,
+            num_layers=18,
+            intermediate_size=2816,
+            attention=attention,
+            dsa=DSAConfig(indexer=indexer),
+        ),
+        data=DataConfig(pack_tokens=32768),
+        train=TrainConfig(
+            stages=(
+                StageConfig(mode="dense", steps=2000, lr=6e-4, lr_warmup=100),
+                StageConfig(mode="warmup", steps=200, lr=1e-3, lr_warmup=20),
+                StageConfig(mode="sparse", steps=2000, lr=3e-4, lr_warmup=50),
+            ),
+            packs_per_step=8,
+            packs_per_micro_batch=1,
+            dtype="bfloat16",
+            run_dir="runs/small",
+            eval_packs=2,
+        ),
+    )
+
+
+def deepseek_v32() -> RunConfig:
+    """Attention geometry of DeepSeek-V3.2 (arXiv 2512.02556), its layers made dense MLPs: a shape, not the model."""
+    rope = RopeConfig(scaling="yarn", factor=40.0, mscale=1.0, mscale_all_dim=1.0)
+    attention = MLAConfig(heads=128, q_lora_rank=1536, rope=rope)
+    indexer = IndexerConfig(heads=64, head_dim=128, top_k=2048, rope_dim=64, rope_interleaved=False)
+    model = ModelConfig(
+        vocab_size=129280,
+        hidden_size=7168,
+        num_layers=61,
+        intermediate_size=18432,
+        attention=attention,
+        dsa=DSAConfig(indexer=indexer),
+    )
+    return _published(model, "runs/deepseek_v32", warmup_lr=1e-3, sparse_lr=7.3e-6)
+
+
+def glm_5_2() -> RunConfig:
+    """Attention geometry of GLM-5.2 (arXiv 2602.15763), its layers made dense MLPs: a shape, not the model."""
+    attention = MLAConfig(
+        heads=64,
+        q_lora_rank=2048,
+        qk_nope_head_dim=192,
+        v_head_dim=256,
+        rope=RopeConfig(base=8e6),
+    )
+    indexer = IndexerConfig(heads=32, head_dim=128, top_k=2048, rope_dim=64, rope_interleaved=True)
+    model = ModelConfig(
+        vocab_size=154880,
+        hidden_size=6144,
+        num_layers=78,
+        intermediate_size=12288,
+        attention=attention,
+        dsa=DSAConfig(indexer=indexer, share_every=4, share_offset=3),
+        norm_eps=1e-5,
+    )
+    return _published(model, "runs/glm_5_2", warmup_lr=5e-3, sparse_lr=1e-5)
+
+
+def _published(model: ModelConfig, run_dir: str, *, warmup_lr: float, sparse_lr: float) -> RunConfig:
+    """Warm-up and sparse training on a model that was trained dense; data and weights are the user's."""
+    stages = (
+        StageConfig(mode="warmup", steps=1000, lr=warmup_lr),
+        StageConfig(mode="sparse", steps=15000, lr=sparse_lr),
+    )
+    train = TrainConfig(stages=stages, dtype="bfloat16", run_dir=run_dir, packs_per_step=16, packs_per_micro_batch=1)
+    return RunConfig(model=model, data=DataConfig(pack_tokens=131072), train=train)
+
+
+RECIPES: dict[str, Callable[[], RunConfig]] = {
+    recipe.__name__: recipe for recipe in (tiny, small, deepseek_v32, glm_5_2)
+}

@@ -1,0 +1,121 @@
+"""Run folders: which device, which checkpoint to go on from, whose weights to begin with, how to load a run.
+
+    run_dir/  config.json  metrics.jsonl  summary.json  report.html  tensorboard/  checkpoints/step-00000100/
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import dacite
+import torch
+
+from dsattn.config import RunConfig, TrainConfig
+from dsattn.errors import CheckpointError, InputError
+from dsattn.model.decoder import Decoder
+from dsattn.training import checkpoint
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one. Raises InputError where `name` cannot be had."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"train.device={name!r} is no device; use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"train.device={name!r}, but torch sees no GPU; use 'auto' or 'cpu'")
+    return device
+
+
+def config_from_dict(tree: dict[str, Any]) -> RunConfig:
+    """The configuration that `dataclasses.asdict` turned into plain values. Raises CheckpointError where it differs."""
+    try:
+        return dacite.from_dict(RunConfig, tree, dacite.Config(strict=True, cast=[tuple]))
+    except dacite.DaciteError as error:
+        raise CheckpointError(f"the saved configuration does not fit this version of dsattn: {error}") from error
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """`path` itself where it is a checkpoint, else the newest checkpoint of the run folder `path`, or None."""
+    return path if (path / "manifest.json").is_file() else checkpoint.latest(path)
+
+
+def load_run(path: Path, device: str = "auto") -> tuple[Decoder, RunConfig]:
+    """Model (in eval mode) and configuration of a run folder's newest checkpoint, or of one checkpoint.
+
+    Raises CheckpointError where there is none or it is damaged.
+    """
+    newest = _needed(Path(path), "")
+    config = config_from_dict(checkpoint.load_meta(newest)["config"])
+    model = Decoder(config.model).to(pick_device(device))
+    checkpoint.load(newest, {"model": model.state_dict()}, partial=True)
+    return model.eval(), config
+
+
+def checkpoint_to_resume(config: RunConfig) -> Path | None:
+    """The checkpoint that `train.resume` asks to go on from, or None for a new run.
+
+    Raises InputError where the folder is used and must not be, empty and must not be, or holds another run: its model,
+    its data and the modes of the stages that it has entered must be this run's.
+    """
+    run_dir, resume = Path(config.train.run_dir), config.train.resume
+    newest = checkpoint.latest(run_dir)
+    if resume == "never" and newest is not None:
+        raise InputError(f"train.resume='never', but train.run_dir={str(run_dir)!r} holds {newest.name}")
+    if resume == "must" and newest is None:
+        raise InputError(f"train.resume='must', but train.run_dir={str(run_dir)!r} holds no checkpoint")
+    if newest is None:
+        return None
+    meta = checkpoint.load_meta(newest)
+    before = config_from_dict(meta["config"])
+    changed = [name for name in ("model", "data") if getattr(before, name) != getattr(config, name)]
+    entered = meta["stage"] + 1
+    if _shape(before.train, entered) != _shape(config.train, entered):
+        changed.append("train.stages")
+    if changed:
+        raise InputError(
+            f"train.run_dir={str(run_dir)!r} holds a run of another {' and another '.join(changed)}; "
+            "choose another run_dir, or give the settings of that run"
+        )
+    return newest
+
+
+def _shape(train: TrainConfig, entered: int) -> list[tuple[str, int]]:
+    """Modes and steps that place a checkpoint; the last entered stage may get longer or shorter."""
+    stages = [(stage.mode, stage.steps) for stage in train.stages[:entered]]
+    return stages[:-1] + [(mode, 0) for mode, _ in stages[-1:]]
+
+
+def init_weights(model: Decoder, train: TrainConfig) -> None:
+    """Take the weights of `train.init_from`; its indexers too, unless `train.fresh_indexer` asks for new ones.
+
+    Raises InputError where that would throw away trained indexers, CheckpointError where the weights do not fit.
+    """
+    newest = _needed(Path(str(train.init_from)), "train.init_from=")
+    trained = checkpoint.load_meta(newest)["indexer_steps"]
+    if train.fresh_indexer and trained:
+        raise InputError(
+            f"train.fresh_indexer=True would throw away an indexer trained for {trained} steps in {newest}; "
+            "leave it out, or start from a checkpoint of the dense stage"
+        )
+    checkpoint.load(newest, {"model": model.state_dict()}, partial=True)
+    if train.fresh_indexer:
+        model.reset_indexers()
+
+
+def _needed(path: Path, name: str) -> Path:
+    newest = find_checkpoint(path)
+    if newest is None:
+        raise CheckpointError(f"{name}{str(path)!r} holds no checkpoint; give a run folder, or a step-... folder in it")
+    return newest
+
+
+def write_json(path: Path, tree: Any) -> None:
+    """Write atomically; dataclasses become objects."""
+    plain = dataclasses.asdict(tree) if dataclasses.is_dataclass(tree) and not isinstance(tree, type) else tree
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(plain, indent=1) + "\n")
+    partial.replace(path)

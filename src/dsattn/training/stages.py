@@ -1,0 +1,90 @@
+"""What learns in each mode, with which optimiser and learning rate.
+
+    mode     backbone   indexer
+    dense    learns     fixed (and not run)
+    warmup   fixed      learns
+    sparse   learns     learns
+    frozen   learns     fixed
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from dsattn.config import Mode, StageConfig, TrainConfig
+from dsattn.errors import InputError
+from dsattn.model.decoder import Decoder
+
+_LEARNS: dict[str, tuple[bool, bool]] = {
+    "dense": (True, False),
+    "warmup": (False, True),
+    "sparse": (True, True),
+    "frozen": (True, False),
+}
+
+
+def learns(mode: Mode) -> tuple[bool, bool]:
+    """(backbone learns, indexer learns)."""
+    return _LEARNS[mode]
+
+
+def set_mode(model: Decoder, mode: Mode) -> None:
+    """Set `requires_grad` of every parameter by `mode`, and drop gradients of what no longer learns.
+
+    Raises InputError where the mode would train an indexer and the model has none.
+    """
+    backbone, indexer = learns(mode)
+    index_parameters = _index_parameters(model)
+    if indexer and not index_parameters:
+        raise InputError(f"mode={mode!r} trains an indexer, but the model has none; add a dsa layer")
+    for parameter in model.parameters():
+        parameter.requires_grad_(indexer if id(parameter) in index_parameters else backbone)
+        parameter.grad = None
+
+
+def audit(model: Decoder, mode: Mode) -> list[str]:
+    """Lines that say which parameters get gradients, how many: what a start prints."""
+    index_parameters = _index_parameters(model)
+    groups: dict[str, list[nn.Parameter]] = {"embedding and head": [], "layers": [], "indexers": []}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in index_parameters:
+            groups["indexers"].append(parameter)
+        else:
+            groups["layers" if ".layers." in name else "embedding and head"].append(parameter)
+    lines = [f"mode {mode}: {_count(p for p in model.parameters() if p.requires_grad):,} parameters learn"]
+    for group, parameters in groups.items():
+        learning = _count(p for p in parameters if p.requires_grad)
+        state = "learn" if learning else "fixed"
+        lines.append(f"  {group:18s} {_count(parameters):>14,} in {len(parameters):4d} tensors: {state}")
+    return lines
+
+
+def make_optimizer(model: Decoder, train: TrainConfig, stage: StageConfig) -> torch.optim.AdamW:
+    """AdamW over what learns; vectors (norms, biases, sinks) get no weight decay."""
+    learning = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in learning if p.dim() >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in learning if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=stage.lr, betas=(train.beta1, train.beta2), fused=True)
+
+
+def learning_rate(stage: StageConfig, step: int) -> float:
+    """Rate of the stage's step 0, 1, ...: linear warm-up, then a half cosine down to `lr_final * lr`."""
+    if step < stage.lr_warmup:
+        return stage.lr * (step + 1) / stage.lr_warmup
+    span = max(stage.steps - stage.lr_warmup - 1, 1)
+    progress = min((step - stage.lr_warmup) / span, 1.0)
+    share = 0.5 * (1 + math.cos(math.pi * progress))
+    return stage.lr * (stage.lr_final + (1 - stage.lr_final) * share)
+
+
+def _index_parameters(model: Decoder) -> set[int]:
+    return {id(parameter) for indexer in model.indexers() for parameter in indexer.parameters()}
+
+
+def _count(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)

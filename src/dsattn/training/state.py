@@ -1,0 +1,131 @@
+"""What a resumed run needs to go on bit for bit: model, optimiser, random generators."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dsattn.errors import CheckpointError, InputError
+from dsattn.training import checkpoint
+
+
+def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """State of model and optimiser by parameter name, for `checkpoint.save`: views, not copies. See `restore`.
+
+    Give the bare module, not one wrapped by `torch.compile(model)`, whose names differ. The helpers of
+    `torch.distributed.checkpoint.state_dict` are not used: they step an optimiser without state once, which advances
+    Adam's bias correction, and refuse to load where a parameter never had a gradient.
+    """
+    names = _parameter_names(model, optimizer)
+    state = optimizer.state_dict()
+    groups = {
+        str(index): {key: value for key, value in group.items() if key != "params"}
+        for index, group in enumerate(state["param_groups"])
+    }
+    by_name = {names[number]: value for number, value in state["state"].items()}
+    return {
+        "model": model.state_dict(),
+        "optimizer": {"state": by_name, "param_groups": groups},
+        "optimizer_groups": [[names[number] for number in group["params"]] for group in state["param_groups"]],
+    }
+
+
+def restore(path: Path, model: nn.Module, optimizer: Optimizer, rest: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Load what `save(..., {**capture(model, optimizer), **rest})` wrote; return `rest`, filled as by `load`.
+
+    The optimiser may be fresh or used; afterwards it holds exactly the saved state, also none for parameters that
+    never had a gradient. Raises CheckpointError as `load` does, and where the optimiser's groups hold other parameters
+    than the saved ones; nothing is changed then.
+    """
+    checkpoint.verify(path)
+    names = _parameter_names(model, optimizer)
+    state = {**capture(model, optimizer), **(rest or {})}
+    _check_groups(path, state["optimizer_groups"])
+    state["optimizer"]["state"] = _blank_optimizer_state(path, dict(model.named_parameters()))
+    checkpoint.load(path, state, verified=True)
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [
+        {**group, "params": [numbers[name] for name in members]}
+        for group, members in zip(state["optimizer"]["param_groups"].values(), state["optimizer_groups"], strict=True)
+    ]
+    by_number = {numbers[name]: value for name, value in state["optimizer"]["state"].items()}
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+    return {key: state[key] for key in rest or {}}
+
+
+def rng_state() -> dict[str, Any]:
+    """States of the global generators of `random`, NumPy, torch's CPU and, if CUDA is in use, every CUDA device."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "cuda": [state.numpy().tobytes() for state in cuda],
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Set what `rng_state` returned. Raises CheckpointError where fewer CUDA devices are visible than were saved."""
+    if len(state["cuda"]) > torch.cuda.device_count():
+        raise CheckpointError(
+            f"random states of {len(state['cuda'])} CUDA devices were saved, {torch.cuda.device_count()} are visible; "
+            "make as many visible, or give up the bitwise resume with set_rng_state({**state, 'cuda': []})"
+        )
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(_as_tensor(state["torch"]))
+    for device, saved in enumerate(state["cuda"]):
+        torch.cuda.set_rng_state(_as_tensor(saved), device)
+
+
+def _as_tensor(saved: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(saved), dtype=torch.uint8)
+
+
+def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """The model's name of each of the optimiser's parameters, in the order of `Optimizer.state_dict`."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strangers = [tuple(parameter.shape) for parameter in parameters if id(parameter) not in names]
+    if strangers:
+        raise InputError(f"optimizer holds parameters of shapes {strangers} that model does not; give its own model")
+    return [names[id(parameter)] for parameter in parameters]
+
+
+def _check_groups(path: Path, expected: list[list[str]]) -> None:
+    saved = checkpoint.load(path, {"optimizer_groups": None}, partial=True, verified=True)["optimizer_groups"]
+    if saved != expected:
+        raise CheckpointError(
+            f"checkpoint {path} was saved by an optimiser of other parameters: its groups hold {saved}, "
+            f"this one's {expected}; build the optimiser of the saved stage"
+        )
+
+
+def _blank_optimizer_state(path: Path, parameters: dict[str, nn.Parameter]) -> dict[str, Any]:
+    """Room for the saved optimiser state: what has its parameter's shape also on its device, the rest on the CPU."""
+    prefix = "optimizer.state"
+    blank: dict[str, Any] = {}
+    for full_name, facts in checkpoint.contents(path).items():
+        if not full_name.startswith(f"{prefix}."):
+            continue
+        name, _, field = full_name.removeprefix(f"{prefix}.").rpartition(".")
+        if facts is None and f"{name}.{field}" in parameters:
+            blank[f"{name}.{field}"] = None
+        elif name in parameters:
+            blank.setdefault(name, {})[field] = _blank(parameters[name], field, facts)
+    return blank
+
+
+def _blank(parameter: nn.Parameter, field: str, facts: tuple[torch.Size, torch.dtype] | None) -> Tensor | None:
+    if facts is None:
+        return None
+    shape, dtype = facts
+    # A scalar parameter must not pull Adam's step counter, a scalar on the CPU, onto its device.
+    if shape == parameter.shape and field != "step":
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(shape, dtype=dtype)

@@ -1,0 +1,235 @@
+"""Dispatch on made-up rows: order, names, reasons, strictness, settings."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from dsattn import backends
+from dsattn.backends import (
+    OPERATIONS,
+    REFERENCE,
+    TABLE,
+    Call,
+    Row,
+    choose,
+    explain,
+    resolve_deterministic,
+    settings,
+    size_class,
+)
+from dsattn.errors import BackendUnavailable
+from dsattn.ops import sparse_mla
+from dsattn.selection import Selection
+
+GPU = Call(device="cuda", capability=90, dtype="bfloat16", heads=64, width=576, top_k=2048)
+FORWARD, BACKWARD = "sparse_mla.forward", "sparse_mla.backward"
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    backends._choose.cache_clear()
+    yield
+    backends._choose.cache_clear()
+
+
+@pytest.fixture
+def vendor(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A backend `vendor` of the forward alone, which wants a Hopper GPU and 64 heads; and `old`, which never serves."""
+    module = ModuleType("dsattn.backends.vendor")
+    module.sparse_mla_forward = lambda *_: "vendor's forward"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def requirements(call: Call) -> list[str]:
+        wanted = {"a Hopper GPU": call.capability == 90, "64 heads": call.heads == 64}
+        return [what for what, met in wanted.items() if not met]
+
+    rows = (Row("old", "old", lambda _: ["retirement"]), Row("vendor", "vendor", requirements), REFERENCE)
+    monkeypatch.setitem(TABLE, FORWARD, rows)
+    return module
+
+
+def test_the_reference_serves_everything() -> None:
+    assert set(TABLE) == set(OPERATIONS)
+    for operation in OPERATIONS:
+        for call in (Call(), GPU):
+            choice = choose(operation, call)
+            assert (choice.name, choice.function, choice.passed_over) == ("reference", None, ())
+            assert choose(operation, call, "reference") == choice
+
+
+def test_auto_takes_the_first_that_can(vendor: ModuleType) -> None:
+    choice = choose(FORWARD, GPU)
+    assert choice.name == "vendor"
+    assert choice.function is vendor.sparse_mla_forward
+    assert choice.passed_over == (("old", "retirement"),)
+    assert str(choice) == "vendor (passed over: old needs retirement)"
+
+
+def test_auto_remembers_every_unmet_requirement(vendor: ModuleType) -> None:
+    choice = choose(FORWARD, Call())
+    assert (choice.name, choice.function) == ("reference", None)
+    assert choice.passed_over == (("old", "retirement"), ("vendor", "a Hopper GPU, 64 heads"))
+
+
+def test_a_name_runs_or_raises(vendor: ModuleType) -> None:
+    assert choose(FORWARD, GPU, "vendor").name == "vendor"
+    assert choose(FORWARD, GPU, "reference").function is None
+    with pytest.raises(BackendUnavailable, match=r"sparse_mla.forward: vendor needs 64 heads; got Call\(.*heads=8"):
+        choose(FORWARD, Call(capability=90, heads=8), "vendor")
+
+
+def test_an_unknown_name_lists_the_known(vendor: ModuleType) -> None:
+    with pytest.raises(BackendUnavailable, match="no backend named 'vndor'; there is auto, old, vendor, reference"):
+        choose(FORWARD, GPU, "vndor")
+    with pytest.raises(BackendUnavailable, match="select_keys: no backend named 'vendor'; there is auto, reference"):
+        choose("select_keys", GPU, "vendor")
+
+
+def test_a_forward_by_name_leaves_the_backward_to_auto(vendor: ModuleType) -> None:
+    assert choose(BACKWARD, GPU, "vendor") == choose(BACKWARD, GPU, "auto")
+    with pytest.raises(BackendUnavailable, match=r"sparse_gqa.backward: no backend named 'vendor'"):
+        choose("sparse_gqa.backward", GPU, "vendor")
+
+
+def test_a_row_without_its_function_is_our_mistake(vendor: ModuleType) -> None:
+    del vendor.sparse_mla_forward
+    with pytest.raises(AttributeError, match="sparse_mla_forward"):
+        choose(FORWARD, GPU)
+
+
+def test_choices_are_made_and_logged_once(vendor: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="dsattn")
+    first = choose(FORWARD, GPU)
+    assert choose(FORWARD, GPU) is first
+    assert caplog.messages == ["sparse_mla.forward: vendor (passed over: old needs retirement)"]
+    choose(FORWARD, Call())
+    assert len(caplog.messages) == 2
+
+
+def test_strict_forbids_the_reference_on_a_gpu(vendor: ModuleType) -> None:
+    few_heads = Call(device="cuda", capability=90, heads=8)
+    with settings(strict=True):
+        assert choose(FORWARD, GPU).name == "vendor"
+        with pytest.raises(BackendUnavailable, match=r"strict forbids the reference on cuda: .*vendor needs 64 heads"):
+            choose(FORWARD, few_heads)
+        with pytest.raises(BackendUnavailable, match=r"strict forbids .*: no kernel is listed for it"):
+            choose("select_keys", GPU)
+        assert choose(FORWARD, few_heads, "reference").name == "reference"
+        assert choose(FORWARD, Call()).name == "reference"
+    assert choose(FORWARD, few_heads).name == "reference"
+
+
+def test_strict_forbids_a_fall_beside_a_named_forward(vendor: ModuleType) -> None:
+    with settings(strict=True), pytest.raises(BackendUnavailable, match=r"strict forbids the reference on cuda"):
+        choose(BACKWARD, GPU, "vendor")
+
+
+def test_strict_sees_choices_made_before(vendor: ModuleType) -> None:
+    choose("select_keys", GPU)
+    with settings(strict=True), pytest.raises(BackendUnavailable):
+        choose("select_keys", GPU)
+
+
+def test_settings_nest_and_come_back() -> None:
+    assert not resolve_deterministic(None)
+    with settings(deterministic=True) as outer:
+        assert resolve_deterministic(None)
+        assert not resolve_deterministic(False)
+        with settings(strict=True) as inner:
+            assert (inner.strict, inner.deterministic) == (True, True)
+            with settings(deterministic=False):
+                assert not resolve_deterministic(None)
+            assert resolve_deterministic(None)
+        assert (outer.strict, outer.deterministic) == (False, True)
+    assert not resolve_deterministic(None)
+
+
+def test_settings_come_back_after_an_exception() -> None:
+    with pytest.raises(KeyError), settings(strict=True, deterministic=True):
+        raise KeyError
+    assert backends._settings == backends.Settings()
+
+
+def test_determinism_follows_torch() -> None:
+    torch.use_deterministic_algorithms(True)
+    assert resolve_deterministic(None)
+    assert not resolve_deterministic(False)
+    with settings(deterministic=False):  # torch's switch is the user's too: it is not overruled by silence
+        assert resolve_deterministic(None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"), [(0, "8K"), (8192, "8K"), (8193, "64K"), (65536, "64K"), (65537, "above"), (2**31, "above")]
+)
+def test_size_classes(keys: int, name: str) -> None:
+    assert size_class(keys) == name
+
+
+def test_call_of_a_tensor() -> None:
+    call = Call.of(torch.zeros(3, 5, dtype=torch.bfloat16), 9000, heads=5, top_k=7, deterministic=True)
+    assert call == Call(dtype="bfloat16", heads=5, top_k=7, size_class="64K", deterministic=True)
+    assert hash(call) == hash(
+        Call.of(torch.ones(9, 5, dtype=torch.bfloat16), 9001, heads=5, top_k=7, deterministic=True)
+    )
+
+
+def test_explain_shows_the_whole_table(vendor: ModuleType) -> None:
+    lines = explain(GPU).splitlines()
+    assert len(lines) == sum(map(len, TABLE.values()))
+    shown = [line.split(maxsplit=2) for line in lines if line.startswith(FORWARD)]
+    assert shown == [
+        [FORWARD, "old", "needs retirement"],
+        [FORWARD, "vendor", "serves"],
+        [FORWARD, "reference", "can serve"],
+    ]
+    shown = [line.split(maxsplit=2) for line in explain(Call()).splitlines() if line.startswith(FORWARD)]
+    assert shown[1:] == [[FORWARD, "vendor", "needs a Hopper GPU, 64 heads"], [FORWARD, "reference", "serves"]]
+
+
+def test_operations_run_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of the table is called by the operation with its plain tensors, forward and backward apart."""
+    seen: list[Any] = []
+    module = ModuleType("dsattn.backends.spy")
+
+    def forward(q, kv, index, length, sink, scale, value_dim):
+        seen.append(("forward", scale, value_dim))
+        return q.new_full((*q.shape[:2], value_dim), 2.0), q.new_zeros(q.shape[:2])
+
+    def backward(grad_out, q, kv, index, length, sink, out, lse, scale, deterministic):
+        seen.append(("backward", scale, deterministic))
+        return torch.full_like(q, 3.0), torch.full_like(kv, 4.0)
+
+    module.sparse_mla_forward, module.sparse_mla_backward = forward, backward
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for operation in (FORWARD, BACKWARD):
+        monkeypatch.setitem(TABLE, operation, (Row("spy", "spy", lambda _: []), REFERENCE))
+    q, kv = torch.zeros(2, 1, 4, requires_grad=True), torch.zeros(3, 4, requires_grad=True)
+    selection = Selection.from_index(torch.tensor([[0], [1]]))
+    out, _ = sparse_mla(q, kv, selection, scale=0.5, value_dim=3, deterministic=True)
+    out.sum().backward()
+    assert seen == [("forward", 0.5, 3), ("backward", 0.5, True)]
+    assert q.grad is not None
+    assert kv.grad is not None
+    assert out.eq(2).all()
+    assert q.grad.eq(3).all()
+    assert kv.grad.eq(4).all()
+
+
+def test_a_call_that_cannot_go_backward_does_not_go_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(call: Call) -> list[str]:
+        return ["fp64"] if call.dtype == "float32" else []
+
+    monkeypatch.setitem(TABLE, BACKWARD, (Row("picky", "picky", broken),))
+    q, kv = torch.zeros(1, 1, 4), torch.zeros(1, 4)
+    with pytest.raises(BackendUnavailable, match=r"sparse_mla.backward: picky needs fp64"):
+        sparse_mla(q, kv, Selection.from_index(torch.tensor([[0]])), scale=1.0, value_dim=4)
+
+
+def test_unknown_operation_is_our_mistake() -> None:
+    with pytest.raises(KeyError):
+        choose("sparse_mla", Call())

@@ -1,0 +1,85 @@
+import importlib.util
+import re
+import sys
+import tomllib
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import dsattn
+from dsattn.cli import doctor
+from dsattn.cli.__main__ import main
+from dsattn.training.recipes import RECIPES
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_it_names_versions_devices_and_backends(capsys):
+    assert main(["doctor", "tiny"]) == 0
+    text = capsys.readouterr().out
+    for expected in (dsattn.__version__, torch.__version__, "cores", "backends for recipe tiny", "select_keys"):
+        assert expected in text
+    for section in ("versions", "devices", "optional packages"):
+        assert re.search(f"^{section}$", text, re.MULTILINE)
+
+
+def test_missing_packages_come_with_the_way_to_get_them(monkeypatch, capsys):
+    gone = {package for packages in doctor.EXTRAS.values() for package in packages}
+    for package in gone:
+        monkeypatch.setitem(sys.modules, package, None)
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for extra, packages in doctor.EXTRAS.items():
+        for package in packages:
+            assert re.search(rf"{package} +{extra} +missing: pip install 'dsattn\[{extra}\]'", text)
+
+
+def test_a_package_without_metadata_is_found_all_the_same(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace(name=name))
+    rows = {package: found for package, _, found in doctor.optional_packages()}
+    assert rows["triton"] == "found, version unknown" or rows["triton"][0].isdigit()
+    assert not any("missing" in found for found in rows.values())
+
+
+def test_extras_are_those_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = project["optional-dependencies"]
+    named = {
+        extra: tuple(re.match(r"[\w-]+", requirement).group() for requirement in requirements)
+        for extra, requirements in declared.items()
+        if extra != "dev"
+    }
+    assert named == doctor.EXTRAS
+
+
+def test_a_gpu_is_shown_with_capability_and_memory(monkeypatch):
+    facts = types.SimpleNamespace(name="H200", major=9, minor=0, total_memory=139 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
+    assert doctor.devices()[0] == ("cuda:0", "H200, capability 9.0, 139 GiB")
+
+
+def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor, "_driver", lambda: "570.1")
+    assert "install a CUDA build" in doctor.devices()[0][1]
+
+
+@pytest.mark.parametrize("script", ["echo 570.124.06; echo 570.124.06", "exit 9"])
+def test_the_drivers_version_is_nvidia_smis(monkeypatch, tmp_path, script):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert doctor._driver() == ("570.124.06" if "570" in script else None)
+
+
+def test_an_unknown_recipe_is_refused(capsys):
+    assert main(["doctor", "smal"]) == 2
+    assert "did you mean small" in capsys.readouterr().err
+
+
+def test_the_default_recipe_exists():
+    assert doctor.Options().recipe in RECIPES

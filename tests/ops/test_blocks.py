@@ -1,0 +1,51 @@
+"""How the references cut their work."""
+
+import pytest
+import torch
+
+from dsattn.ops import blocks
+from dsattn.ops.blocks import add_rows_, key_runs, row_blocks, span
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(("rows", "bytes_per_row"), [(0, 8), (1, 8), (10, 1), (10, 2**21), (10, 2**40), (5, 0)])
+def test_row_blocks_cover_every_row_once(rows: int, bytes_per_row: int) -> None:
+    cut = list(row_blocks(rows, bytes_per_row, CPU))
+    assert [row for block in cut for row in range(block.start, block.stop)] == list(range(rows))
+    for block in cut:
+        size = block.stop - block.start
+        assert size == 1 or size * bytes_per_row <= blocks._CPU_BYTES
+
+
+def test_a_gpu_gets_larger_blocks() -> None:
+    assert len(list(row_blocks(1000, 2**20, CUDA))) < len(list(row_blocks(1000, 2**20, CPU)))
+    assert key_runs(CUDA) > key_runs(CPU)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "expected"),
+    [
+        (ints(3, 1, 5), ints(4, 6, 9), (1, 9)),
+        (ints(3, 0, 5), ints(4, 0, 9), (3, 9)),  # the row that reads nothing does not widen the span
+        (ints(0, 100), ints(7, 90), (0, 7)),
+        (ints(-4), ints(3), (0, 3)),
+        (ints(2), ints(99), (2, 10)),
+        (ints(4, 5), ints(4, 3), (0, 0)),
+        (ints(), ints(), (0, 0)),
+    ],
+)
+def test_span(start: torch.Tensor, stop: torch.Tensor, expected: tuple[int, int]) -> None:
+    assert span(start, stop, 10) == expected
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_add_rows(deterministic: bool) -> None:
+    total = torch.ones(4, 2)
+    values = torch.arange(8.0).view(2, 2, 2)
+    add_rows_(total, torch.tensor([[3, 0], [3, 3]]), values, deterministic)
+    assert total.tolist() == [[3, 4], [1, 1], [1, 1], [11, 14]]

@@ -1,0 +1,212 @@
+"""The fused operation is its two parts, bit for bit, and gradients do not cross between them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from dsattn.errors import BackendUnavailable, InputError
+from dsattn.keys import Layout
+from dsattn.ops import distill, dsa, dsa_attention, indexer_kl, sparse_mla
+from dsattn.selection import Selection
+from dsattn.testing import LAYOUTS, Case, Sizes, make_case, random_selection, strided
+
+TRUNK = ("q", "kv", "sink")
+INDEXER = ("q_i", "k_i", "w")
+WEIGHT = 0.37
+
+
+def leaves(case: Case) -> dict[str, Tensor]:
+    return {name: getattr(case, name).detach().clone().requires_grad_() for name in TRUNK + INDEXER}
+
+
+def selection_of(case: Case) -> Selection:
+    return random_selection(case.keys, case.layout.num_keys, case.sizes.top_k)
+
+
+def fused(case: Case, q, kv, sink, q_i, k_i, w, **flags) -> tuple[Tensor, Tensor, Tensor]:
+    shape = {"scale": case.scale, "value_dim": case.sizes.value_dim, "kl_weight": WEIGHT, "sink": sink}
+    return dsa_attention(q, kv, selection_of(case), q_i, k_i, w, case.keys, **shape, **flags)
+
+
+def parts(case: Case, q, kv, sink, q_i, k_i, w, **flags) -> tuple[Tensor, Tensor, Tensor]:
+    selection = selection_of(case)
+    out, lse = sparse_mla(q, kv, selection, scale=case.scale, value_dim=case.sizes.value_dim, sink=sink)
+    loss = indexer_kl(q_i, k_i, w, q, kv, lse, case.keys, selection, scale=case.scale, **flags)
+    return out, lse, WEIGHT * loss
+
+
+def run(how, case: Case, **flags) -> dict[str, Tensor]:
+    """Outputs, and gradients of out . grad_out + 3 kl."""
+    operands = leaves(case)
+    out, lse, kl = how(case, **operands, **flags)
+    torch.autograd.backward((out, 3.0 * kl), (case.grad_out, torch.ones_like(kl)))
+    grads = {f"d{name}": x.grad for name, x in operands.items() if x.grad is not None}
+    return {"out": out.detach(), "lse": lse, "kl": kl.detach(), **grads}
+
+
+def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name in got:
+        assert torch.equal(got[name], want[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_is_its_parts_bit_for_bit(layout: str, dtype: torch.dtype) -> None:
+    case = make_case(layout, dtype=dtype)
+    got = run(fused, case)
+    assert all(x.dtype == dtype for name, x in got.items() if name not in ("lse", "kl"))
+    assert not any(x.isnan().any() for x in got.values())
+    assert_equal(got, run(parts, case))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"relu": False},
+        {"divisor": 7},
+        {"divisor": torch.tensor(7)},
+        {"real_rows": torch.arange(80) % 3 > 0},
+        {"deterministic": True},
+    ],
+    ids=lambda flags: "-".join(flags),
+)
+def test_hands_its_options_on(flags: dict[str, object]) -> None:
+    case = make_case("padded")
+    got = run(fused, case, **flags)
+    assert_equal(got, run(parts, case, **flags))
+    if "deterministic" not in flags:
+        assert not torch.equal(got["dk_i"], run(fused, case)["dk_i"])
+
+
+def test_weight_is_in_the_loss() -> None:
+    case = make_case("padded")
+    with pytest.raises(AssertionError, match="kl"):
+        assert_equal(run(lambda *a, **k: (*fused(*a, **k)[:2], fused(*a, **k)[2] / WEIGHT), case), run(parts, case))
+
+
+@pytest.mark.parametrize("poison", [False, True], ids=["", "poison"])
+def test_gradients_do_not_cross(poison: bool) -> None:
+    """out moves q, kv and sink only; kl moves the indexer only. What is not moved gets None or exact zeros."""
+    case = make_case("padded", poison=poison)
+
+    def still(x: Tensor) -> bool:
+        return x.grad is None or bool(x.grad.eq(0).all())
+
+    operands = leaves(case)
+    fused(case, **operands)[0].backward(case.grad_out)
+    assert all(still(operands[name]) for name in INDEXER)
+    assert not any(still(operands[name]) for name in TRUNK)
+    operands = leaves(case)
+    fused(case, **operands)[2].backward()
+    assert all(still(operands[name]) for name in TRUNK)
+    assert not any(still(operands[name]) for name in INDEXER)
+
+
+def test_weight_zero_leaves_exact_zeros() -> None:
+    case = make_case("padded")
+    operands = leaves(case)
+    shape = {"scale": case.scale, "value_dim": 16, "kl_weight": 0.0}
+    q, kv, _, *indexer = operands.values()
+    _, _, kl = dsa_attention(q, kv, selection_of(case), *indexer, case.keys, **shape)
+    kl.backward()
+    assert float(kl.detach()) == 0.0
+    assert all(x.grad is not None and x.grad.eq(0).all() for x in indexer)
+
+
+def test_gradcheck() -> None:
+    sizes = Sizes(heads=2, groups=1, width=4, value_dim=3, index_heads=2, index_width=3, top_k=2)
+    case = make_case(Layout.packed([5, 0, 3], padded=[6, 0, 4]), sizes, dtype=torch.float64, poison=False)
+    operands = leaves(case)
+
+    def out_of(*values: Tensor) -> Tensor:
+        return fused(case, *values)[0]
+
+    def kl_of(q_i: Tensor, k_i: Tensor, w: Tensor) -> Tensor:
+        return fused(case, case.q, case.kv, case.sink, q_i, k_i, w)[2]
+
+    assert torch.autograd.gradcheck(out_of, tuple(operands.values()))
+    assert torch.autograd.gradcheck(kl_of, tuple(operands[name] for name in INDEXER))
+
+
+def test_only_the_loss_takes_part_in_the_teacher() -> None:
+    """A finite difference in q does move kl: that its gradient is zero is by detaching, not by chance."""
+    case = make_case("padded", dtype=torch.float64)
+    moved = replace(case, q=case.q + 0.1)
+    assert run(fused, case)["kl"] != run(fused, moved)["kl"]
+
+
+@pytest.mark.parametrize("sink", [True, False], ids=["sink", ""])
+def test_compiles_whole(sink: bool) -> None:
+    case = make_case("padded")
+    selection = selection_of(case)
+
+    def step(q, kv, sink, q_i, k_i, w) -> tuple[Tensor, Tensor, Tensor]:
+        flags = {"scale": case.scale, "kl_weight": WEIGHT, "value_dim": 16, "sink": sink}
+        return dsa_attention(q, kv, selection, q_i, k_i, w, case.keys, **flags)
+
+    def grads_of(function) -> dict[str, Tensor]:
+        return run(lambda _, sink, **kw: function(sink=sink if with_sink else None, **kw), case)
+
+    with_sink = sink
+    assert_equal(grads_of(torch.compile(step, fullgraph=True, backend="aot_eager")), grads_of(step))
+
+
+def test_checkpoint_gives_the_same_bits() -> None:
+    case = make_case("padded")
+    assert_equal(run(lambda *a, **k: checkpoint(fused, *a, use_reentrant=False, **k), case), run(fused, case))
+
+
+def test_strides_do_not_matter() -> None:
+    case = make_case("left_padded")
+    assert_equal(run(fused, case.map(strided)), run(fused, case))
+
+
+@pytest.mark.parametrize("sink", [True, False], ids=["sink", ""])
+def test_opcheck(sink: bool) -> None:
+    case = make_case("padded", poison=False)
+    selection = selection_of(case)
+    q, kv, logit, *indexer = (strided(getattr(case, name)).requires_grad_() for name in TRUNK + INDEXER)
+    rows = (selection.index, selection.length, *distill.row_weights(case.keys, None, None, torch.float32))
+    flags = (case.scale, WEIGHT, case.sizes.value_dim, True, "", True, "auto")
+    operands = (q, kv, logit if sink else None, *indexer)
+    torch.library.opcheck(dsa._forward, (*operands, *rows, case.keys.start, case.keys.stop, *flags))
+
+
+def test_lse_takes_no_gradient() -> None:
+    case = make_case("padded")
+    out, lse, kl = fused(case, **leaves(case))
+    assert out.requires_grad
+    assert kl.requires_grad
+    assert not lse.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv": torch.zeros(8, 5)}, r"kv must be \[S, 6\]"),
+        ({"value_dim": 7}, "value_dim=7"),
+        ({"sink": torch.zeros(2)}, r"sink must be \[3\]"),
+        ({"selection": Selection.from_index(torch.zeros(7, 2, dtype=torch.long))}, "selection has 7 rows, q has 8"),
+        ({"w": torch.zeros(8, 3)}, r"w must be \[8, 2\]"),
+        ({"k_i": torch.zeros(9, 4)}, r"kv must be \[9, 6\]"),
+        ({"keys": Layout.causal(7).keys}, "keys has 7 rows"),
+        ({"divisor": 0}, "divisor=0 must be positive"),
+        ({"real_rows": torch.ones(8)}, "real_rows must be bool"),
+    ],
+)
+def test_refuses(change: dict[str, object], message: str) -> None:
+    indexer = {"q_i": torch.zeros(8, 2, 4), "k_i": torch.zeros(8, 4), "w": torch.zeros(8, 2)}
+    trunk = {"q": torch.zeros(8, 3, 6), "kv": torch.zeros(8, 6), "value_dim": 4, "keys": Layout.causal(8).keys}
+    selection = Selection.from_index(torch.zeros(8, 2, dtype=torch.long))
+    with pytest.raises(InputError, match=message):
+        dsa_attention(**{**indexer, **trunk, "selection": selection, "scale": 1.0, "kl_weight": 1.0, **change})
+
+
+def test_unknown_backend_raises() -> None:
+    case = make_case("padded")
+    with pytest.raises(BackendUnavailable, match="no backend named 'abacus'"):
+        fused(case, **leaves(case), backend="abacus")

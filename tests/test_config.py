@@ -1,0 +1,319 @@
+"""Every rule has an example that breaks it; all broken rules are told together, by dotted name."""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+
+from dsattn import config
+from dsattn.config import (
+    Checked,
+    DataConfig,
+    DSAConfig,
+    GQAConfig,
+    IndexerConfig,
+    MLAConfig,
+    ModelConfig,
+    ParallelConfig,
+    RopeConfig,
+    RunConfig,
+    StageConfig,
+    TrainConfig,
+    check,
+    deferred_checks,
+)
+from dsattn.errors import ConfigError, InputError
+
+NAN, INF = float("nan"), float("inf")
+DENSE, SPARSE = StageConfig(mode="dense"), StageConfig(mode="sparse")
+
+# (class, fields, start of the one problem that is told)
+BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
+    (RopeConfig, {"base": 1.0}, "base=1.0 must be above 1"),
+    (RopeConfig, {"base": INF}, "base=inf must be positive and finite"),
+    (RopeConfig, {"factor": 0.5}, "factor=0.5 must be at least 1"),
+    (RopeConfig, {"factor": INF}, "factor=inf must be positive and finite"),
+    (RopeConfig, {"original_max_position": 0}, "original_max_position=0 must be at least 1"),
+    (RopeConfig, {"beta_slow": 0.0}, "beta_slow=0.0 must be positive"),
+    (RopeConfig, {"beta_fast": INF}, "beta_fast=inf must be positive and finite"),
+    (RopeConfig, {"beta_fast": 1.0}, "beta_fast=1.0 must be above beta_slow=1.0"),
+    (RopeConfig, {"mscale": -1.0}, "mscale=-1.0 must be at least 0"),
+    (RopeConfig, {"mscale_all_dim": NAN}, "mscale_all_dim=nan must be at least 0"),
+    (RopeConfig, {"scaling": "linear"}, "scaling='linear' must be one of none, yarn"),
+    *[
+        (MLAConfig, {name: 0}, f"{name}=0 must be at least 1")
+        for name in ("heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+    ],
+    (MLAConfig, {"qk_rope_head_dim": -2}, "qk_rope_head_dim=-2 must be at least 0"),
+    (MLAConfig, {"qk_rope_head_dim": 5}, "qk_rope_head_dim=5 must be even"),
+    (MLAConfig, {"softmax_scale": 0.0}, "softmax_scale=0.0 must be positive"),
+    (MLAConfig, {"norm_eps": NAN}, "norm_eps=nan must be positive"),
+    (MLAConfig, {"output_gate": "yes"}, "output_gate='yes' must be one of none, headwise, elementwise"),
+    (GQAConfig, {"heads": 0}, "heads=0 must be at least 1"),
+    (GQAConfig, {"kv_heads": 0}, "kv_heads=0 must be at least 1"),
+    (GQAConfig, {"head_dim": 0}, "head_dim=0 must be at least 1"),
+    (GQAConfig, {"heads": 12}, "heads=12 must be a multiple of kv_heads=8"),
+    (GQAConfig, {"rope_dim": 7}, "rope_dim=7 must be even"),
+    (GQAConfig, {"rope_dim": 130}, "rope_dim=130 must not exceed head_dim=128"),
+    (GQAConfig, {"rope_dim": -2}, "rope_dim=-2 must be at least 0"),
+    (GQAConfig, {"head_dim": 33}, "rope_dim=33 must be even"),
+    (GQAConfig, {"softmax_scale": -1.0}, "softmax_scale=-1.0 must be positive"),
+    (GQAConfig, {"norm_eps": 0.0}, "norm_eps=0.0 must be positive"),
+    (GQAConfig, {"output_gate": "all"}, "output_gate='all' must be one of"),
+    (IndexerConfig, {"heads": 0}, "heads=0 must be at least 1"),
+    (IndexerConfig, {"top_k": 0}, "top_k=0 must be at least 1"),
+    (IndexerConfig, {"head_dim": 0, "rope_dim": 0}, "head_dim=0 must be at least 1"),
+    (IndexerConfig, {"rope_dim": -2}, "rope_dim=-2 must be at least 0"),
+    (IndexerConfig, {"rope_dim": 3}, "rope_dim=3 must be even"),
+    (IndexerConfig, {"rope_dim": 130}, "rope_dim=130 must not exceed head_dim=128"),
+    (IndexerConfig, {"k_norm_eps": 0.0}, "k_norm_eps=0.0 must be positive"),
+    (IndexerConfig, {"query_from": "keys"}, "query_from='keys' must be one of q_latent, hidden"),
+    (IndexerConfig, {"head_dim": 96, "hadamard": True}, "head_dim=96 must be a power of two"),
+    (DSAConfig, {"share_every": 0}, "share_every=0 must be at least 1"),
+    (DSAConfig, {"share_offset": -1}, "share_offset=-1 must be at least 0"),
+    (DSAConfig, {"block_bytes": 0}, "block_bytes=0 must be at least 1"),
+    (DSAConfig, {"precision": "fp8"}, "precision='fp8' must be one of bf16"),
+    *[
+        (ModelConfig, {name: 0}, f"{name}=0 must be at least 1")
+        for name in ("vocab_size", "hidden_size", "num_layers", "intermediate_size")
+    ],
+    (ModelConfig, {"norm_eps": -1.0}, "norm_eps=-1.0 must be positive"),
+    (ModelConfig, {"init_std": 0.0}, "init_std=0.0 must be positive"),
+    (ModelConfig, {"layer_types": ("dsa",)}, "layer_types has 1 entries for num_layers=4"),
+    (ModelConfig, {"layer_types": ("dsa", "dsa", "nsa", "dsa")}, "layer_types.2='nsa' must be one of dsa, dense"),
+    (ModelConfig, {"attention": MLAConfig(q_lora_rank=None)}, "dsa.indexer.query_from='q_latent' needs"),
+    (
+        ModelConfig,
+        {"attention": GQAConfig(rope_dim=64)},
+        "dsa.indexer.query_from='q_latent' needs attention.q_lora_rank; use query_from='hidden'",
+    ),
+    (
+        ModelConfig,
+        {"attention": MLAConfig(qk_rope_head_dim=32)},
+        "dsa.indexer.rope_dim=64 must be 0 or the attention's 32",
+    ),
+    (DataConfig, {"source": ""}, "source='' must name text"),
+    (DataConfig, {"pack_tokens": 1}, "pack_tokens=1 must be at least 2"),
+    (DataConfig, {"min_document_tokens": -1}, "min_document_tokens=-1 must be at least 0"),
+    (DataConfig, {"seed": -1}, "seed=-1 must be at least 0"),
+    (DataConfig, {"held_out": 1.0}, "held_out=1.0 must be in [0, 1)"),
+    (DataConfig, {"held_out": NAN}, "held_out=nan must be in [0, 1)"),
+    (StageConfig, {"mode": "fast"}, "mode='fast' must be one of dense, warmup, sparse, frozen"),
+    (StageConfig, {"steps": 0}, "steps=0 must be at least 1"),
+    (StageConfig, {"lr": 0.0}, "lr=0.0 must be positive"),
+    (StageConfig, {"lr_warmup": -1}, "lr_warmup=-1 must be at least 0"),
+    (StageConfig, {"lr_final": 1.5}, "lr_final=1.5 must be in [0, 1]"),
+    (StageConfig, {"kl_weight": 0.0}, "kl_weight=0.0 must be positive"),
+    (TrainConfig, {"stages": ()}, "stages is empty"),
+    *[
+        (TrainConfig, {name: 0}, f"{name}=0 must be at least 1")
+        for name in ("packs_per_micro_batch", "log_every", "eval_every", "eval_packs", "save_every", "keep_checkpoints")
+    ],
+    (TrainConfig, {"packs_per_step": 0}, "packs_per_step=0 must be at least 1"),
+    (TrainConfig, {"packs_per_micro_batch": 3}, "packs_per_step=8 must be a multiple of packs_per_micro_batch=3"),
+    (TrainConfig, {"weight_decay": -0.1}, "weight_decay=-0.1 must be at least 0"),
+    (TrainConfig, {"seed": -1}, "seed=-1 must be at least 0"),
+    (TrainConfig, {"grad_clip": 0.0}, "grad_clip=0.0 must be positive"),
+    (TrainConfig, {"beta1": 1.0}, "beta1=1.0 must be in [0, 1)"),
+    (TrainConfig, {"beta2": -0.1}, "beta2=-0.1 must be in [0, 1)"),
+    (TrainConfig, {"dtype": "float16"}, "dtype='float16' must be one of float32, bfloat16"),
+    (TrainConfig, {"resume": "always"}, "resume='always' must be one of auto, never, must"),
+    (TrainConfig, {"fresh_indexer": True}, "fresh_indexer=True needs init_from"),
+    *[
+        (ParallelConfig, {name: 2}, f"{name}=2 must be 1")
+        for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+    ],
+    (RunConfig, {"model": ModelConfig(vocab_size=258)}, "model.vocab_size=258 must be at least 259"),
+    (
+        RunConfig,
+        {"model": ModelConfig(layer_types=("dense",) * 4), "train": TrainConfig(stages=(DENSE, SPARSE))},
+        "train.stages.1.mode='sparse' needs a dsa layer",
+    ),
+]
+CLASSES = [
+    value
+    for value in vars(config).values()
+    if inspect.isclass(value) and issubclass(value, Checked) and value != Checked
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "says"), BROKEN, ids=lambda x: x.__name__ if inspect.isclass(x) else None)
+def test_every_rule_speaks(kind: type[Checked], fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        kind(**fields)
+    assert [problem for problem in caught.value.problems if problem.startswith(says)], caught.value.problems
+    assert len(caught.value.problems) == 1, caught.value.problems
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_defaults_are_sound_and_every_class_is_broken_above(kind: type[Checked]) -> None:
+    check(kind())
+    assert any(broken is kind for broken, _, _ in BROKEN)
+
+
+def rules(source: str) -> Iterator[tuple[str, str]]:
+    """(class, pattern of the problem it tells) of every rule that a `problems` method yields."""
+    for kind in ast.parse(source).body:
+        methods = kind.body if isinstance(kind, ast.ClassDef) else []
+        for node in itertools.chain.from_iterable(ast.walk(method) for method in methods if _tells(method)):
+            if isinstance(node, ast.Yield) and isinstance(node.value, ast.JoinedStr | ast.Constant):
+                parts = node.value.values if isinstance(node.value, ast.JoinedStr) else [node.value]
+                told = "".join(re.escape(str(x.value)) if isinstance(x, ast.Constant) else ".*" for x in parts)
+                yield kind.name, told
+            elif isinstance(node, ast.YieldFrom) and isinstance(node.value, ast.Call):
+                names = [str(x.value) for x in node.value.args if isinstance(x, ast.Constant)]
+                helper = ast.unparse(node.value.func)
+                names = names[:1] if helper == "self._one_of" else [name for name in names if name.isidentifier()]
+                text = {"self._at_least": "at least", "self._above_zero": "positive", "self._even": "even"}
+                yield from ((kind.name, f"{name}=.* must be {text.get(helper, 'one of')}") for name in names)
+
+
+def _tells(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name == "problems"
+
+
+def test_every_rule_is_broken_above() -> None:
+    every = list(rules(inspect.getsource(config)))
+    assert len(every) > 60
+    told = [(kind.__name__, says) for kind, _, says in BROKEN]
+    with deferred_checks():
+        told += [(kind.__name__, problem) for kind, fields, _ in BROKEN for problem in kind(**fields).problems()]
+    missing = [(kind, rule) for kind, rule in every if not any(kind == a and re.match(rule, b) for a, b in told)]
+    assert not missing
+
+
+def test_all_problems_at_once_with_dotted_names() -> None:
+    with deferred_checks():
+        run = RunConfig(
+            model=ModelConfig(
+                hidden_size=0,
+                attention=MLAConfig(heads=0, rope=RopeConfig(base=0.5)),
+                dsa=DSAConfig(share_every=0, indexer=IndexerConfig(top_k=0)),
+            ),
+            train=TrainConfig(stages=(StageConfig(), StageConfig(steps=0, lr=-1.0))),
+            parallel=ParallelConfig(tp=4),
+        )
+    with pytest.raises(ConfigError) as caught:
+        check(run)
+    assert [problem.split("=")[0] for problem in caught.value.problems] == [
+        "model.attention.rope.base",
+        "model.attention.heads",
+        "model.dsa.indexer.top_k",
+        "model.dsa.share_every",
+        "model.hidden_size",
+        "train.stages.1.steps",
+        "train.stages.1.lr",
+        "parallel.tp",
+    ]
+    assert str(caught.value).startswith("8 problem(s) in the configuration:\n  - model.attention.rope.base=0.5")
+    assert isinstance(caught.value, InputError)
+
+
+def test_rules_between_fields_stay_quiet_over_reported_ones() -> None:
+    """heads % 0 and its like: the cause is told, the rule that trips over it is not."""
+    with deferred_checks():
+        model = ModelConfig(attention=GQAConfig(heads=0, kv_heads=0, head_dim=0), dsa=DSAConfig(block_bytes=0))
+    problems = list(model.all_problems())
+    assert {"attention.heads=0", "attention.kv_heads=0", "attention.head_dim=0", "dsa.block_bytes=0"} <= {
+        problem.split(" ")[0] for problem in problems
+    }
+
+
+def test_checks_are_deferred_inside_only() -> None:
+    with deferred_checks():
+        with deferred_checks():
+            IndexerConfig(top_k=0)
+        broken = IndexerConfig(top_k=0)
+    assert broken.top_k == 0
+    with pytest.raises(ConfigError):
+        IndexerConfig(top_k=0)
+
+
+def test_checks_come_back_after_an_exception() -> None:
+    with pytest.raises(KeyError), deferred_checks():
+        raise KeyError
+    with pytest.raises(ConfigError):
+        IndexerConfig(top_k=0)
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_frozen_and_by_keyword_only(kind: type[Checked]) -> None:
+    first = dataclasses.fields(kind)[0].name
+    with pytest.raises(FrozenInstanceError):
+        setattr(kind(), first, 1)
+    with pytest.raises(TypeError):
+        kind(1)
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_replace_checks_again(kind: type[Checked]) -> None:
+    assert replace(kind()) == kind()
+    _, fields, _ = next(entry for entry in BROKEN if entry[0] is kind)
+    with pytest.raises(ConfigError):
+        replace(kind(), **fields)
+
+
+def undocumented(source: str) -> list[str]:
+    """`Class.field` of every annotated field that no sentence follows."""
+    missing = []
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(statement, ast.AnnAssign):
+                text = following.value if isinstance(following, ast.Expr) else None
+                if not (isinstance(text, ast.Constant) and str(text.value).rstrip().endswith(".")):
+                    missing.append(f"{node.name}.{ast.unparse(statement.target)}")
+    return missing
+
+
+def test_every_field_has_its_sentence() -> None:
+    assert not undocumented(inspect.getsource(config))
+    assert undocumented("class A:\n    x: int = 1\n    y: int = 2\n    '''Said.'''") == ["A.x"]
+
+
+def test_scale_golden_values() -> None:
+    yarn = RopeConfig(scaling="yarn", factor=40.0, mscale_all_dim=1.0)
+    assert yarn.concentration(1.0) == pytest.approx(1.3688879454, abs=5e-11)
+    assert MLAConfig(rope=yarn).scale == pytest.approx(0.1352337789, abs=5e-11)
+    assert MLAConfig().scale == pytest.approx(0.0721687836, abs=5e-11)
+    assert GQAConfig(head_dim=192, rope_dim=64, rope=yarn).scale == pytest.approx(0.1352337789, abs=5e-11)
+
+
+def test_scale_is_stretched_only_where_yarn_is_on() -> None:
+    """Megatron multiplies by m^2 also without YaRN, where the unused factor stays at 40; here that factor is idle."""
+    idle = RopeConfig(scaling="none", factor=40.0, mscale_all_dim=1.0)
+    assert MLAConfig(rope=idle).scale == MLAConfig().scale
+    assert RopeConfig(scaling="yarn", factor=1.0).concentration(1.0) == 1.0
+    assert MLAConfig(rope=RopeConfig(scaling="yarn")).scale == MLAConfig().scale  # mscale_all_dim is 0
+
+
+def test_explicit_scale_wins() -> None:
+    yarn = RopeConfig(scaling="yarn", mscale_all_dim=1.0)
+    assert MLAConfig(rope=yarn, softmax_scale=0.5).scale == 0.5
+    assert GQAConfig(rope=yarn, softmax_scale=0.25).scale == 0.25
+
+
+def test_derived_sizes() -> None:
+    assert MLAConfig().latent_width == 576
+    assert MLAConfig(qk_rope_head_dim=0).latent_width == 512
+    assert GQAConfig().rotated == 128
+    assert GQAConfig(rope_dim=0).rotated == 0
+    assert ModelConfig(num_layers=2).types == ("dsa", "dsa")
+    assert ModelConfig(num_layers=2, layer_types=("dense", "dsa")).types == ("dense", "dsa")
+
+
+def test_models_that_are_sound() -> None:
+    indexer = IndexerConfig(query_from="hidden", rope_dim=64)
+    ModelConfig(attention=GQAConfig(rope_dim=64), dsa=DSAConfig(indexer=indexer))
+    ModelConfig(attention=MLAConfig(q_lora_rank=None), dsa=DSAConfig(indexer=indexer))
+    ModelConfig(attention=MLAConfig(qk_rope_head_dim=32), dsa=DSAConfig(indexer=IndexerConfig(rope_dim=0)))
+    RunConfig(model=ModelConfig(layer_types=("dense",) * 4), train=TrainConfig(stages=(DENSE,)))
+    RunConfig(model=ModelConfig(vocab_size=100), data=DataConfig(tokenizer="gpt2"))
+    TrainConfig(init_from="runs/a", fresh_indexer=True)

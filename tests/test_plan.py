@@ -1,0 +1,169 @@
+"""The table that `explain` prints is of the calls that a model makes."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from dsattn import backends
+from dsattn.backends import REFERENCE, Call, Row
+from dsattn.config import (
+    DSAConfig,
+    GQAConfig,
+    IndexerConfig,
+    MLAConfig,
+    ModelConfig,
+    RunConfig,
+    StageConfig,
+    TrainConfig,
+)
+from dsattn.errors import InputError
+from dsattn.keys import Layout
+from dsattn.model import Decoder
+from dsattn.nn.state import Pass
+from dsattn.plan import explain, model_calls
+from dsattn.training.recipes import RECIPES
+
+MLA = MLAConfig(heads=2, q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+GQA = GQAConfig(heads=4, kv_heads=2, head_dim=8, rope_dim=4)
+
+
+def model(attention: MLAConfig | GQAConfig = MLA, **dsa) -> ModelConfig:
+    indexer = IndexerConfig(heads=3, head_dim=8, top_k=5, rope_dim=4, query_from="hidden")
+    sizes = {"vocab_size": 300, "hidden_size": 16, "num_layers": 1, "intermediate_size": 24}
+    return ModelConfig(**sizes, attention=attention, dsa=DSAConfig(indexer=indexer, **dsa))
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def picky(monkeypatch):
+    """A table in which `fast` would serve sparse MLA's forward on Hopper alone."""
+
+    def needs_hopper(call: Call) -> list[str]:
+        return [] if call.capability == 90 else [f"capability 9.0, got {call.capability / 10}"]
+
+    row = Row("fast", None, needs_hopper)
+    monkeypatch.setitem(backends.TABLE, "sparse_mla.forward", (row, REFERENCE))
+    backends._choose.cache_clear()
+    yield
+    backends._choose.cache_clear()
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """(operation, call) of everything dispatched."""
+    calls: set[tuple[str, Call]] = set()
+    choose = backends._choose
+
+    def record(operation, call, backend):
+        calls.add((operation, call))
+        return choose(operation, call, backend)
+
+    monkeypatch.setattr(backends, "_choose", record)
+    return calls
+
+
+@pytest.mark.parametrize("mode", ["dense", "warmup", "sparse", "frozen"])
+@pytest.mark.parametrize(
+    "attention",
+    [MLA, GQA, dataclasses.replace(MLA, output_gate="headwise"), dataclasses.replace(GQA, output_gate="elementwise")],
+)
+def test_calls_are_those_that_a_model_makes(seen, attention, mode):
+    config = model(attention)
+    decoder = Decoder(config).train()
+    layout = Layout.causal(12)
+    out = decoder(torch.randint(0, 300, (12,)), layout, Pass(mode=mode))
+    kl = [out.kl_sum] if out.kl_sum is not None else []
+    torch.stack([decoder.lm_loss(out.hidden, torch.randint(0, 300, (12,))), *kl]).sum().backward()
+    promised = set(model_calls(config, Call(), {mode}).items())
+    assert seen <= promised
+    unused = {operation for operation, _ in promised - seen}
+    fused = mode == "sparse" and isinstance(attention, MLAConfig)  # evaluations run the attention alone
+    assert unused == ({"sparse_mla.forward", "sparse_mla.backward"} if fused else set())
+
+
+def test_a_call_shows_every_operation():
+    text = explain(Call())
+    assert all(operation in text for operation in backends.OPERATIONS)
+
+
+def test_a_model_names_device_dtype_and_every_operation_it_runs(no_gpu):
+    lines = explain(model()).splitlines()
+    assert lines[0] == "on cpu, float32, up to 8K keys:"
+    assert [line.split() for line in lines[1:]] == [
+        [operation, "reference", "serves"]
+        for operation in (
+            "dense_mla.forward",
+            "dense_mla.backward",
+            "select_keys",
+            "sparse_mla.forward",
+            "sparse_mla.backward",
+            "indexer_kl.forward",
+            "indexer_kl.backward",
+            "dsa_attention.forward",
+            "dsa_attention.backward",
+        )
+    ]
+
+
+def test_what_was_passed_over_is_shown_with_its_reason(no_gpu, picky):
+    lines = [" ".join(line.split()) for line in explain(model()).splitlines()]
+    assert "sparse_mla.forward fast needs capability 9.0, got 0.0" in lines
+    assert "sparse_mla.forward reference serves" in lines
+
+
+def test_on_hopper_the_preferred_row_serves_and_the_reference_can(monkeypatch, picky):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(backends, "_load", lambda operation, row: None)
+    lines = [" ".join(line.split()) for line in explain(model()).splitlines()]
+    assert lines[0] == "on cuda (capability 9.0), bfloat16, up to 8K keys:"
+    assert "sparse_mla.forward fast serves" in lines
+    assert "sparse_mla.forward reference can serve" in lines
+
+
+def test_a_named_backend_that_cannot_serve_is_said_to_raise(no_gpu, picky):
+    text = explain(model(backend="fast"))
+    assert "backend 'fast' asked for" in text
+    assert "raises: fast needs capability 9.0, got 0.0" in text
+    assert "select_keys              none         raises: no backend named 'fast'; there is auto, reference" in text
+    backward = next(line for line in text.splitlines() if "sparse_mla.backward" in line)
+    assert backward.endswith("serves")  # a forward's name leaves the backward to auto
+
+
+def test_strict_falls_to_the_reference_raise(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    with backends.settings(strict=True):
+        assert "raises: strict forbids the reference on cuda" in explain(model())
+
+
+def test_a_run_counts_its_stages_pack_size_and_device():
+    train = TrainConfig(stages=(StageConfig(mode="dense"),), device="cpu", dtype="bfloat16", packs_per_micro_batch=2)
+    config = RunConfig(model=model(), train=train)
+    wide = dataclasses.replace(config, data=dataclasses.replace(config.data, pack_tokens=32768))
+    assert explain(config).splitlines()[0] == "on cpu, bfloat16, up to 8K keys:"
+    assert explain(wide).splitlines()[0] == "on cpu, bfloat16, up to 64K keys:"
+    assert "select_keys" not in explain(config)
+    assert "dense_mla.forward" in explain(config)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_explain_themselves(name):
+    assert explain(RECIPES[name]) == explain(RECIPES[name]())
+    assert "select_keys" in explain(RECIPES[name])
+
+
+def test_a_dsa_config_shows_the_indexer_alone(no_gpu):
+    operations = {line.split()[0] for line in explain(DSAConfig()).splitlines()[1:]}
+    assert operations == {"select_keys", "indexer_kl.forward", "indexer_kl.backward"}
+
+
+@pytest.mark.parametrize("subject", [3, "tiny", None, MLA, RunConfig])
+def test_other_subjects_are_refused(subject):
+    with pytest.raises(InputError, match="give a Call, DSAConfig"):
+        explain(subject)

@@ -1,0 +1,245 @@
+"""The ranking rule against sorted Python numbers, and the value that carries what was ranked."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from dsattn.errors import InputError
+from dsattn.keys import KeyRange
+from dsattn.selection import Inverse, Selection, invert, rank
+from dsattn.testing import SCORES, hostile_scores, naive_ranking
+
+INF, NAN = float("inf"), float("nan")
+
+
+def all_keys(rows: int, keys: int) -> KeyRange:
+    return KeyRange(torch.zeros(rows, dtype=torch.int32), torch.full((rows,), keys, dtype=torch.int32))
+
+
+def columns(width: int) -> torch.Tensor:
+    return torch.arange(width, dtype=torch.int32)
+
+
+def assert_ranked(scores: torch.Tensor, top_k: int) -> None:
+    index, length, score = rank(scores, columns(scores.shape[1]), top_k)
+    assert (index.tolist(), length.tolist()) == naive_ranking(scores, all_keys(*scores.shape), top_k)
+    assert index.shape == score.shape == (len(scores), top_k)
+    assert (index.dtype, length.dtype, score.dtype) == (torch.int32, torch.int32, scores.dtype)
+    assert index.is_contiguous()
+    assert score.is_contiguous()
+    taken = index >= 0
+    gathered = scores.gather(1, index.clamp(min=0).long()) if scores.shape[1] else torch.zeros_like(score)
+    # Bit for bit, so that -0.0 stays -0.0.
+    assert score[taken].view(torch.int32).equal(gathered[taken].view(torch.int32))
+    assert (score[~taken] == -INF).all()
+
+
+@pytest.mark.parametrize(
+    ("row", "index"),
+    [
+        ([1, 2, 2, 2, 0], [1, 2, 3]),
+        ([0.0, -0.0, 0, 0], [0, 1, 2]),
+        ([-INF, 5, -INF], [1, -1, -1]),
+        ([INF, INF, 1, INF, INF], [0, 1, 3]),
+        ([NAN, 1, 2], [1, 2, -1]),
+        # Refilled: a NaN's slot goes to the next best, unlike in a raw radix kernel.
+        ([NAN, 1, 2, 3, NAN], [1, 2, 3]),
+        ([NAN, 5, 1, 1, NAN, 1], [1, 2, 3]),
+        ([NAN, NAN], [-1, -1, -1]),
+        ([], [-1, -1, -1]),
+    ],
+)
+def test_worked_rows(row: list[float], index: list[int]) -> None:
+    assert rank(torch.tensor([row], dtype=torch.float32), columns(len(row)), 3)[0].tolist() == [index]
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("width", [1, 2, 7, 32])
+def test_hostile_rows_at_every_width_of_selection(name: str, width: int) -> None:
+    scores = hostile_scores(name, 12, width)
+    for top_k in range(1, width + 4):
+        assert_ranked(scores, top_k)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
+def test_no_rows_or_no_columns(shape: tuple[int, int]) -> None:
+    assert_ranked(torch.zeros(shape), 3)
+
+
+def test_everything_at_once() -> None:
+    draw = random.Random(0)
+    values = [0.0, -0.0, 1.0, 1.0, -1.0, INF, -INF, NAN, 1e-45, 65505.0, 3e38]
+    scores = torch.tensor([[draw.choice(values) for _ in range(40)] for _ in range(60)])
+    for top_k in (1, 2, 5, 16, 39, 40, 41):
+        assert_ranked(scores, top_k)
+
+
+def test_near_equal_scores_of_a_long_row() -> None:
+    """Fixed top 22 bits: 1024 distinct values, 32 ties each."""
+    assert_ranked(hostile_scores("near_equal", 1, 32768), 2048)
+
+
+def test_a_row_of_more_than_2_to_the_18_columns() -> None:
+    assert_ranked(hostile_scores("ties", 2, 262209), 2048)
+
+
+def test_positives_then_the_lowest_zeros() -> None:
+    scores = torch.zeros(1, 64)
+    positive = [60, 7, 33, 2, 21]
+    scores[0, positive] = torch.tensor([0.5, 4.0, 0.1, 3.0, 2.0])
+    zeros = [key for key in range(64) if key not in positive][:11]
+    ranked = [rank(scores, columns(64), 16)[0] for _ in range(100)]
+    assert ranked[0].tolist() == [sorted(positive + zeros)]
+    assert all(again.equal(ranked[0]) for again in ranked)
+
+
+def test_swapped_tie_order_is_seen() -> None:
+    """Negative control: preferring the larger key gives another answer wherever a tie crosses the cut."""
+    scores = hostile_scores("relu_plateau", 8, 32)
+    reversed_index = 31 - rank(scores.flip(1), columns(32), 8)[0]
+    assert reversed_index.sort(dim=1).values.tolist() != naive_ranking(scores, all_keys(8, 32), 8)[0]
+
+
+def test_columns_name_the_keys() -> None:
+    scores = torch.tensor([[1.0, 5.0, 5.0], [2.0, -INF, 2.0]])
+    names = torch.tensor([[10, 20, 30], [4, 7, 9]], dtype=torch.int32)
+    index, length, score = rank(scores, names, 2)
+    assert index.tolist() == [[20, 30], [4, 9]]
+    assert length.tolist() == [2, 2]
+    assert score.tolist() == [[5, 5], [2, 2]]
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("cuts", [[1], [5, 6, 20], [16], list(range(1, 40))])
+def test_the_best_of_the_best_are_the_best(name: str, cuts: list[int]) -> None:
+    """Ranking runs of columns in turn and carrying the best on equals ranking them whole, as `select_keys` does."""
+    scores = hostile_scores(name, 10, 40)
+    whole = rank(scores, columns(40), 6)
+    best: tuple[torch.Tensor, ...] | None = None
+    for first, stop in zip([0, *cuts], [*cuts, 40], strict=True):
+        block, names = scores[:, first:stop], columns(40)[first:stop].expand(10, -1)
+        if best is not None:
+            block, names = torch.cat([best[2], block], 1), torch.cat([best[0], names], 1)
+        best = rank(block, names, 6)
+    assert best is not None
+    for merged, expected in zip(best, whole, strict=True):
+        assert merged.equal(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    scores = hostile_scores("ties", 6, 20).to(dtype)
+    scores[:, 3], scores[:, 7] = NAN, -INF
+    index, length, score = rank(scores, columns(20), 5)
+    assert (index.tolist(), length.tolist()) == naive_ranking(scores, all_keys(6, 20), 5)
+    assert score.dtype == dtype
+
+
+def test_scores_are_left_as_they_were() -> None:
+    scores = hostile_scores("nan", 4, 9)
+    before = scores.clone()
+    rank(scores, columns(9), 3)
+    assert scores.view(torch.int32).equal(before.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_from_index_sorts_and_moves_empty_slots_back(dtype: torch.dtype) -> None:
+    empty = 9 if dtype == torch.uint8 else -1
+    selection = Selection.from_index(torch.tensor([[7, empty, 3], [0, 2, 1], [empty, empty, empty]]).to(dtype))
+    if dtype == torch.uint8:
+        assert selection.index.tolist() == [[3, 7, 9], [0, 1, 2], [9, 9, 9]]
+    else:
+        assert selection.index.tolist() == [[3, 7, -1], [0, 1, 2], [-1, -1, -1]]
+        assert selection.length.tolist() == [2, 3, 0]
+    assert (selection.index.dtype, selection.length.dtype) == (torch.int32, torch.int32)
+    assert (selection.num_rows, selection.width) == (3, 3)
+    assert (selection.score, selection.inverse, selection.every_row_has_a_key) == (None, None, False)
+
+
+def test_from_index_takes_any_negative_number_as_empty() -> None:
+    selection = Selection.from_index(torch.tensor([[-7, 4, -(2**31)]]), every_row_has_a_key=True)
+    assert selection.index.tolist() == [[4, -1, -1]]
+    assert selection.every_row_has_a_key
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+def test_from_index_without_elements(shape: tuple[int, int]) -> None:
+    selection = Selection.from_index(torch.zeros(shape, dtype=torch.int64))
+    assert selection.index.shape == shape
+    assert selection.length.tolist() == [0] * shape[0]
+    assert selection.mask(4).shape == (shape[0], 4)
+    assert not selection.mask(4).any()
+
+
+@pytest.mark.parametrize("index", [torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool), torch.zeros(3).long()])
+def test_from_index_refuses(index: torch.Tensor) -> None:
+    with pytest.raises(InputError, match=r"index must be integer \[T, K\]"):
+        Selection.from_index(index)
+
+
+def test_mask() -> None:
+    selection = Selection.from_index(torch.tensor([[3, 0], [-1, 1], [-1, -1]]))
+    assert selection.mask(4).int().tolist() == [[1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0]]
+
+
+INDEX = torch.zeros(2, 3, dtype=torch.int32)
+LENGTH = torch.zeros(2, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("index", "length", "score", "says"),
+    [
+        (INDEX.long(), LENGTH, None, r"Selection.index must be int32 \[T, K\], got torch.int64"),
+        (INDEX[0], LENGTH, None, r"Selection.index must be int32 \[T, K\], got torch.int32 \[3\]"),
+        (INDEX, LENGTH.long(), None, r"Selection.length must be int32 \[2\], got torch.int64"),
+        (INDEX, LENGTH[:1], None, r"Selection.length must be int32 \[2\], got torch.int32 \[1\]"),
+        (INDEX, LENGTH, torch.zeros(2, 2), r"Selection.score must be \[2, 3\], got \[2, 2\]"),
+    ],
+)
+def test_selection_refuses(index: torch.Tensor, length: torch.Tensor, score: torch.Tensor | None, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        Selection(index, length, score)
+
+
+def brute_inverse(index: torch.Tensor, num_keys: int) -> list[list[int]]:
+    flat = index.flatten().tolist()
+    return [[slot for slot, key in enumerate(flat) if key == wanted] for wanted in range(num_keys)]
+
+
+def slots_of(inverse: Inverse) -> list[list[int]]:
+    bounds = inverse.offset.tolist()
+    return [inverse.slot[first:stop].tolist() for first, stop in itertools.pairwise(bounds)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "top_k", "num_keys"), [(1, 1, 1), (9, 4, 6), (40, 7, 30), (0, 3, 4), (3, 0, 4), (5, 2, 0)]
+)
+def test_inverse_lists_the_slots_of_each_key(rows: int, top_k: int, num_keys: int) -> None:
+    index = torch.randint(-1, max(num_keys, 1), (rows, top_k), dtype=torch.int32)
+    index = index if num_keys else index.fill_(-1)
+    inverse = invert(index, num_keys)
+    assert slots_of(inverse) == brute_inverse(index, num_keys)
+    assert sorted(inverse.slot.tolist()) == list(range(rows * top_k))
+    assert (inverse.slot.dtype, inverse.offset.dtype) == (torch.int64, torch.int64)
+    assert inverse.offset.shape == (num_keys + 1,)
+
+
+def test_inverse_is_made_once() -> None:
+    selection = Selection.from_index(torch.tensor([[0, 1], [1, 2]])).with_inverse(3)
+    assert selection.inverse is not None
+    assert slots_of(selection.inverse) == [[0], [1, 2], [3]]
+    assert selection.with_inverse(3) is selection
+    assert selection.to("cpu").inverse is None
+
+
+def test_to_keeps_the_rest() -> None:
+    score = torch.tensor([[1.0, -INF]])
+    index, length = torch.tensor([[2, -1]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    moved = Selection(index, length, score, every_row_has_a_key=True).to("meta")
+    assert moved.index.is_meta
+    assert moved.length.is_meta
+    assert moved.score is not None
+    assert moved.score.is_meta
+    assert moved.every_row_has_a_key

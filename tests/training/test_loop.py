@@ -1,0 +1,303 @@
+"""Whole runs: stages in a chain, resume bit for bit, real kills, a signal, a NaN, a full disk."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsattn.config import (
+    DataConfig,
+    DSAConfig,
+    IndexerConfig,
+    MLAConfig,
+    ModelConfig,
+    RunConfig,
+    StageConfig,
+    TrainConfig,
+)
+from dsattn.errors import CheckpointError, InputError, TrainingStopped
+from dsattn.training import checkpoint, loop
+from dsattn.training.loop import Trainer, load_run, train
+from dsattn.training.metrics import read_metrics
+
+MODEL = ModelConfig(
+    hidden_size=16,
+    num_layers=2,
+    intermediate_size=16,
+    attention=MLAConfig(heads=2, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4),
+    dsa=DSAConfig(indexer=IndexerConfig(heads=2, head_dim=8, top_k=4, rope_dim=4)),
+)
+STAGES = (StageConfig(mode="dense", steps=4), StageConfig(mode="warmup", steps=3), StageConfig(mode="sparse", steps=5))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(12):
+        (folder / f"{number}.txt").write_text(f"document {number}: " + "all the letters of it " * (number % 4 + 1))
+    return folder
+
+
+def _config(run_dir: Path, text: Path, **train: Any) -> RunConfig:
+    settings: dict[str, Any] = {
+        "stages": STAGES,
+        "packs_per_step": 2,
+        "packs_per_micro_batch": 1,
+        "run_dir": str(run_dir),
+        "log_every": 1,
+        "eval_every": 4,
+        "eval_packs": 2,
+        "save_every": 2,
+        "device": "cpu",
+        "tensorboard": False,
+        **train,
+    }
+    data = DataConfig(source=str(text), pack_tokens=48, held_out=0.2)
+    return RunConfig(model=MODEL, data=data, train=TrainConfig(**settings))
+
+
+def _weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return dict(load_run(run_dir, "cpu")[0].state_dict())
+
+
+def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_chain_of_stages_leaves_everything_behind(tmp_path: Path, text: Path) -> None:
+    run_dir = tmp_path / "run"
+    summary = train(_config(run_dir, text), recipe="test", console=False)
+    assert summary["finished"]
+    assert summary["tokens"] == 12 * 2 * 48
+    assert [stage["mode"] for stage in summary["stages"]] == ["dense", "warmup", "sparse"]
+    assert all(stage["held_out_loss"] > 0 for stage in summary["stages"])
+    assert summary["stages"][0]["health"] is None
+    assert len(summary["stages"][2]["health"]["layers"]) == 2
+    for name in ("config.json", "metrics.jsonl", "summary.json", "report.html"):
+        assert (run_dir / name).stat().st_size > 0
+    assert json.loads((run_dir / "summary.json").read_text()) == summary
+    assert [path.name for path in checkpoint.list_checkpoints(run_dir)] == [
+        "step-00000008",
+        "step-00000010",
+        "step-00000012",
+    ]
+    events = read_metrics(run_dir)
+    steps = [event["step"] for event in events if event["kind"] == "train"]
+    assert steps == list(range(1, 13))
+    assert [event["step"] for event in events if event["kind"] == "eval"] == [4, 7, 8, 12]
+    assert checkpoint.load_meta(run_dir / "checkpoints/step-00000012")["indexer_steps"] == 8
+
+
+def test_each_stage_changes_what_learns_and_nothing_else(tmp_path: Path, text: Path) -> None:
+    config = _config(tmp_path / "run", text, save_every=1, keep_checkpoints=20)
+    train(config, console=False)
+    at = {step: _weights(tmp_path / f"run/checkpoints/step-{step:08d}") for step in (1, 4, 7, 12)}
+
+    def changed(a: int, b: int) -> set[bool]:
+        return {"indexer" in name for name in at[a] if not torch.equal(at[a][name], at[b][name])}
+
+    assert changed(1, 4) == {False}
+    assert changed(4, 7) == {True}
+    assert changed(7, 12) == {False, True}
+
+
+@pytest.mark.parametrize("stop", [1, 4, 5, 7, 9])
+def test_a_run_that_is_stopped_and_resumed_is_the_same_run(tmp_path: Path, text: Path, stop: int) -> None:
+    whole = _config(tmp_path / "whole", text)
+    train(whole, console=False)
+    halves = _config(tmp_path / "halves", text)
+    trainer = Trainer(halves, console=False)
+    step = trainer._step
+
+    def step_then_stop(*args: Any) -> Any:
+        trainer.stop_asked = trainer.progress.step + 1 == stop
+        return step(*args)
+
+    trainer._step = step_then_stop
+    first = trainer.run()
+    assert not first["finished"]
+    latest = checkpoint.latest(tmp_path / "halves")
+    assert latest is not None
+    assert latest.name == f"step-{stop:08d}"
+    second = train(halves, console=False)
+    assert second["finished"]
+    assert _same(_weights(tmp_path / "whole"), _weights(tmp_path / "halves"))
+    records = [
+        [{k: v for k, v in e.items() if k not in ("seconds", "tokens_per_second")} for e in read_metrics(tmp_path / d)]
+        for d in ("whole", "halves")
+    ]
+    assert records[0] == records[1]
+
+
+def test_a_resume_that_forgets_the_data_position_is_noticed(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control of the comparison above."""
+    train(_config(tmp_path / "whole", text), console=False)
+    train(_config(tmp_path / "halves", text, stages=STAGES[:2]), console=False)
+    monkeypatch.setattr(loop.PackStream, "load_state_dict", lambda self, state: None)
+    train(_config(tmp_path / "halves", text), console=False)
+    assert not _same(_weights(tmp_path / "whole"), _weights(tmp_path / "halves"))
+
+
+def test_a_finished_run_is_finished(tmp_path: Path, text: Path) -> None:
+    config = _config(tmp_path / "run", text)
+    first = train(config, console=False)
+    again = train(config, console=False)
+    assert again == first
+
+
+def test_a_run_begins_from_weights_of_another(tmp_path: Path, text: Path) -> None:
+    train(_config(tmp_path / "a", text, stages=STAGES[:1]), console=False)
+    config = _config(tmp_path / "b", text, stages=(StageConfig(mode="warmup", steps=1),), init_from=str(tmp_path / "a"))
+    train(config, console=False)
+    a, b = _weights(tmp_path / "a"), _weights(tmp_path / "b")
+    assert all(torch.equal(a[name], b[name]) for name in a if "indexer" not in name)
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_the_checkpoint(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _config(tmp_path / "run", text)
+    measured = loop.accumulate_gradients
+    calls = []
+
+    def poisoned(*args: Any) -> Any:
+        calls.append(1)
+        losses = measured(*args)
+        return dataclasses.replace(losses, lm=float("nan")) if len(calls) == 4 else losses
+
+    monkeypatch.setattr(loop, "accumulate_gradients", poisoned)
+    with pytest.raises(TrainingStopped, match=r"step 4: the language-model loss is nan.*step-00000002"):
+        train(config, console=False)
+    assert checkpoint.verify(tmp_path / "run/checkpoints/step-00000002")
+    monkeypatch.undo()
+    assert train(config, console=False)["finished"]
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _config(tmp_path / "run", text)
+    write = checkpoint.manifest.write
+
+    def full(folder: Path, step: int, meta: dict[str, Any]) -> None:
+        if step >= 4:
+            raise OSError(28, "No space left on device")
+        write(folder, step, meta)
+
+    monkeypatch.setattr(checkpoint.manifest, "write", full)
+    with pytest.raises(CheckpointError, match=r"step 4 could not be written.*No space left.*step-00000002"):
+        train(config, console=False)
+    monkeypatch.undo()
+    train(_config(tmp_path / "whole", text), console=False)
+    train(config, console=False)
+    assert _same(_weights(tmp_path / "whole"), _weights(tmp_path / "run"))
+
+
+def test_a_damaged_checkpoint_is_an_error_that_names_the_intact_one(tmp_path: Path, text: Path) -> None:
+    config = _config(tmp_path / "run", text)
+    train(config, console=False)
+    newest = checkpoint.latest(tmp_path / "run")
+    assert newest is not None
+    data = next(newest.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"truncated.*step-00000010|step-00000010.*truncated"):
+        train(config, console=False)
+
+
+def test_a_vocabulary_that_is_too_small_is_an_error(tmp_path: Path, text: Path) -> None:
+    small = dataclasses.replace(MODEL, vocab_size=300)
+    config = dataclasses.replace(_config(tmp_path / "run", text), model=small)
+    assert Trainer(config, console=False)
+    object.__setattr__(config.model, "vocab_size", 100)
+    with pytest.raises(InputError, match="vocab_size=100 must be at least 259"):
+        Trainer(config, console=False)
+
+
+def test_text_without_a_held_out_part_trains_without_evaluations(tmp_path: Path, text: Path) -> None:
+    config = _config(tmp_path / "run", text)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, held_out=0.0))
+    summary = train(config, console=False)
+    assert [stage["held_out_loss"] for stage in summary["stages"]] == [None] * 3
+
+
+CHILD = """
+import json, os, signal, sys
+from pathlib import Path
+from dsattn.training.loop import train
+from dsattn.training.runs import config_from_dict
+config = config_from_dict(json.loads(Path(sys.argv[1]).read_text()))
+kill_at, seen = int(sys.argv[2]), 0
+
+def hook(event, args):
+    global seen
+    if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir") and "checkpoints" in str(args[0]):
+        seen += 1
+        if seen == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+if kill_at:
+    sys.addaudithook(hook)
+summary = train(config, console=False)
+print(json.dumps({"finished": summary["finished"], "events": seen}))
+"""
+
+
+def _spawn(config: RunConfig, tmp_path: Path, kill_at: int = 0) -> "subprocess.Popen[str]":
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(dataclasses.asdict(config)))
+    command = [sys.executable, "-c", CHILD, str(path), str(kill_at)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.slow
+def test_killed_at_many_points_of_saves_a_run_ends_as_if_nothing_happened(tmp_path: Path, text: Path) -> None:
+    """kill -9 at spread file events of the run's saves; each life goes on from what the last one left."""
+    whole = _config(tmp_path / "whole", text)
+    out, err = _spawn(whole, tmp_path).communicate()
+    assert json.loads(out)["finished"], err
+    killed = _config(tmp_path / "killed", text)
+    deaths = 0
+    for kill_at in (3, 9, 14, 21, 40, 52):
+        child = _spawn(killed, tmp_path, kill_at)
+        child.communicate()
+        if child.returncode == 0:
+            break
+        assert child.returncode == -signal.SIGKILL
+        deaths += 1
+        for path in checkpoint.list_checkpoints(tmp_path / "killed"):
+            checkpoint.verify(path)
+    assert deaths >= 4
+    out, err = _spawn(killed, tmp_path).communicate()
+    assert json.loads(out)["finished"], err
+    assert _same(_weights(tmp_path / "whole"), _weights(tmp_path / "killed"))
+    steps = [e["step"] for e in read_metrics(tmp_path / "killed") if e["kind"] == "train"]
+    assert steps == list(range(1, 13))
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_exits_zero(tmp_path: Path, text: Path) -> None:
+    stages = (StageConfig(mode="sparse", steps=100_000),)
+    config = _config(tmp_path / "run", text, stages=stages, save_every=50_000, eval_every=50_000)
+    child = _spawn(config, tmp_path)
+    metrics = tmp_path / "run/metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3) and time.monotonic() < deadline:
+        assert child.poll() is None, child.communicate()[1]
+        time.sleep(0.05)
+    child.send_signal(signal.SIGTERM)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 0, err
+    assert json.loads(out)["finished"] is False
+    latest = checkpoint.latest(tmp_path / "run")
+    assert latest is not None
+    assert checkpoint.verify(latest)["step"] == read_metrics(tmp_path / "run")[-1]["step"]

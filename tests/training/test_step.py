@@ -1,0 +1,111 @@
+"""Gradients of a global batch do not depend on how it is cut into micro-batches, nor on padding."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from dsattn.config import DSAConfig, IndexerConfig, MLAConfig, ModelConfig, StageConfig, TrainConfig
+from dsattn.keys import Layout
+from dsattn.model.decoder import Decoder
+from dsattn.training import step as step_module
+from dsattn.training.data import IGNORED_LABEL, Pack
+from dsattn.training.stages import set_mode
+from dsattn.training.step import Losses, accumulate_gradients
+
+MODEL = ModelConfig(
+    hidden_size=16,
+    num_layers=2,
+    intermediate_size=24,
+    attention=MLAConfig(heads=2, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4),
+    dsa=DSAConfig(indexer=IndexerConfig(heads=2, head_dim=8, top_k=4, rope_dim=4)),
+    init_std=0.3,
+)
+LENGTHS = [[20, 12], [1, 0, 30], [32], [5], [9, 9, 9], [2, 3, 4], [31], [16, 16]]  # real rows differ from pack to pack
+
+
+def _pack(lengths: list[int], total: int, seed: int) -> Pack:
+    generator = torch.Generator().manual_seed(seed)
+    layout = Layout.packed(lengths, total=total)
+    tokens = torch.full((total,), 258)
+    tokens[: sum(lengths)] = torch.randint(256, (sum(lengths),), generator=generator)
+    labels = torch.full((total,), IGNORED_LABEL)
+    labels[: sum(lengths) - 1] = tokens[1 : sum(lengths)]
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    labels[ends[torch.tensor(lengths) > 0]] = IGNORED_LABEL
+    return Pack(tokens, labels, layout, int((labels != IGNORED_LABEL).sum()))
+
+
+def _gradients(mode: str, per_micro_batch: int, total: int = 40) -> tuple[Losses, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = Decoder(MODEL).train()
+    set_mode(model, mode)  # pyright: ignore[reportArgumentType]
+    packs = [_pack(lengths, total, seed) for seed, lengths in enumerate(LENGTHS)]
+    train = TrainConfig(packs_per_step=8, packs_per_micro_batch=per_micro_batch)
+    losses = accumulate_gradients(model, packs, StageConfig(mode=mode, kl_weight=0.7), train)  # pyright: ignore[reportArgumentType]
+    return losses, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("mode", ["dense", "warmup", "sparse", "frozen"])
+def test_one_by_eight_equals_four_by_two_equals_eight_by_one(mode: str) -> None:
+    whole, expected = _gradients(mode, 8)
+    assert expected
+    for per_micro_batch in (2, 1):
+        losses, got = _gradients(mode, per_micro_batch)
+        assert losses.lm == pytest.approx(whole.lm, rel=1e-5)
+        assert losses.rows == whole.rows == sum(map(sum, LENGTHS))
+        assert losses.kl == pytest.approx(whole.kl, rel=1e-5)
+        assert got.keys() == expected.keys()
+        for name, gradient in got.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("mode", ["warmup", "sparse"])
+def test_padding_changes_nothing(mode: str) -> None:
+    losses, expected = _gradients(mode, 8, total=32)
+    padded, got = _gradients(mode, 8, total=57)
+    assert padded.lm == pytest.approx(losses.lm, rel=1e-6)
+    assert padded.kl == pytest.approx(losses.kl, rel=1e-5)
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_divisor_of_each_micro_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the mean of the micro-batches' means is another number, and other gradients."""
+    _, expected = _gradients("sparse", 8)
+    run = step_module.Pass
+    monkeypatch.setattr(step_module, "Pass", lambda mode, kl_divisor: run(mode=mode, kl_divisor=None))
+    _, got = _gradients("sparse", 2)
+    differs = [n for n in got if "indexer" in n and not torch.allclose(got[n], expected[n], rtol=1e-3, atol=1e-6)]
+    assert differs
+
+
+def test_kl_is_reported_by_layer_and_weighs_the_gradient_only() -> None:
+    losses, gradients = _gradients("sparse", 8)
+    assert set(losses.kl) == {0, 1}
+    assert losses.kl_mean == pytest.approx(sum(losses.kl.values()) / 2)
+    assert all(gradients[n].abs().sum() > 0 for n in gradients if "indexer.w" in n)
+    assert _gradients("dense", 8)[0].kl_mean is None
+
+
+def test_a_batch_without_labels_has_loss_zero() -> None:
+    model = Decoder(MODEL).train()
+    set_mode(model, "sparse")
+    packs = [_pack([1, 1, 0], 4, 0)]
+    losses = accumulate_gradients(model, packs, StageConfig(), TrainConfig(packs_per_step=1, packs_per_micro_batch=1))
+    assert losses.lm == 0.0
+    assert losses.rows == 2
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_bfloat16_runs_and_stays_close() -> None:
+    torch.manual_seed(0)
+    model = Decoder(MODEL).train()
+    set_mode(model, "sparse")
+    packs = [_pack(lengths, 40, seed) for seed, lengths in enumerate(LENGTHS)]
+    full = TrainConfig()
+    half = dataclasses.replace(full, dtype="bfloat16")
+    exact = accumulate_gradients(model, packs, StageConfig(), full)
+    rough = accumulate_gradients(model, packs, StageConfig(), half)
+    assert rough.lm == pytest.approx(exact.lm, rel=2e-2)
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
