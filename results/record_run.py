@@ -46,6 +46,7 @@ def record(run: Path, commit: str, dirty: bool) -> dict[str, Any]:
                 "steps": stage["steps"],
                 "ms": {"median": statistics.median(ms), "min": min(ms), "max": max(ms)},
                 "tokens_per_second": statistics.median(event["tokens_per_second"] for event in logged[1:]),
+                "tflops": statistics.median(event["tflops"] for event in logged[1:]),
                 "lm_loss": [logged[0]["lm_loss"], logged[-1]["lm_loss"]],
                 "kl": [logged[0]["kl"], logged[-1]["kl"]],
                 "held_out_loss": summary["stages"][index]["held_out_loss"],

@@ -32,9 +32,10 @@ ARROWS = {
     "model": MODEL,
     "parallel": MODEL | {"parallel"},
     "accounting": MODEL,
+    "plan": {"errors", "config", "backends"},
     "training": TRAINING,
     "cli": TRAINING | {"", "backends", "integrations", "testing", "cli"},
-    "": TRAINING | {"backends"},
+    "": TRAINING | {"backends", "plan"},
 }
 
 KERNELS = ("backends/triton/", "backends/hopper/")
@@ -46,6 +47,8 @@ OPTIONAL = VENDORS | {"tokenizers", "matplotlib", "tensorboard", "pyarrow"}
 FIXED = "a public signature that other people's code calls"
 BUDGET = {
     ("config.py", ""): "a sentence a field, all fields and all checks on one page",
+    ("keys.py", ""): "KeyRange and Layout are one value, and their contracts stand beside them",
+    ("ops/gathered.py", "attend_backward"): "a backward takes its forward's operands and results one by one",
     ("ops/select.py", "select_keys"): FIXED,
     ("ops/distill.py", "indexer_kl"): FIXED,
     ("ops/dsa.py", "dsa_attention"): FIXED,

@@ -1,4 +1,4 @@
-"""Frozen configuration: one sentence a field, every rule checked when an object is made, all broken rules reported at once.
+"""Frozen configuration: a sentence a field, rules checked when an object is made, all broken ones reported together.
 
     RunConfig ── model: ModelConfig ── attention: MLAConfig | GQAConfig ── rope: RopeConfig
         │                └── dsa: DSAConfig ── indexer: IndexerConfig
@@ -258,7 +258,7 @@ class IndexerConfig(Checked):
     rope_first: bool = True
     """The rotated lanes come first (DeepSeek, GLM); otherwise last (Hunyuan V4)."""
     rope_interleaved: bool = False
-    """Rotate neighbouring lanes (GLM-5); otherwise halves (DeepSeek-V3.2). A wrong choice is silent: mind the checkpoint."""
+    """Rotate neighbouring lanes (GLM-5); otherwise halves (DeepSeek-V3.2). A wrong choice is silent."""
     hadamard: bool = False
     """Rotate queries and keys by the normalised Hadamard matrix: changes nothing but quantisation error."""
     relu: bool = True
@@ -329,7 +329,7 @@ class ModelConfig(Checked):
     tie_embeddings: bool = False
     """Use the embedding as the output head."""
     init_std: float = 0.02
-    """Standard deviation of fresh weights; projections into the residual stream get it divided by sqrt(2 num_layers)."""
+    """Standard deviation of fresh weights; divided by sqrt(2 num_layers) in projections into the residual stream."""
 
     def problems(self) -> Iterator[str]:
         yield from self._at_least(1, "vocab_size", "hidden_size", "num_layers", "intermediate_size")
@@ -344,7 +344,7 @@ class ModelConfig(Checked):
             yield "dsa.indexer.query_from='q_latent' needs attention.q_lora_rank; use query_from='hidden'"
         rotated = getattr(self.attention, "qk_rope_head_dim", getattr(self.attention, "rotated", 0))
         if indexer.rope_dim not in (0, rotated):
-            yield f"dsa.indexer.rope_dim={indexer.rope_dim} must be 0 or the attention's {rotated}: they share one table"
+            yield f"dsa.indexer.rope_dim={indexer.rope_dim} must be 0 or {rotated}, as in the attention"
 
     @property
     def types(self) -> tuple[LayerType, ...]:
@@ -385,7 +385,7 @@ class StageConfig(Checked):
     """A stretch of training in one mode."""
 
     mode: Mode = "sparse"
-    """`dense` (no indexer), `warmup` (dense attention, only the indexer learns), `sparse` (both), `frozen` (indexer fixed)."""
+    """`dense` (no indexer), `warmup` (only the indexer learns), `sparse` (both learn), `frozen` (indexer fixed)."""
     steps: int = 100
     """Optimiser steps."""
     lr: float = 1e-3

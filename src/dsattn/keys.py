@@ -57,9 +57,8 @@ class KeyRange:
         return (self.stop - self.start).clamp(min=0)
 
     def to(self, device: torch.device | str) -> "KeyRange":
-        """A copy on `device`; does not wait for the transfer."""
-        start, stop = (x.to(device, non_blocking=True) for x in (self.start, self.stop))
-        return replace(self, start=start, stop=stop)
+        """A copy on `device`; does not wait for a transfer to a GPU."""
+        return replace(self, start=_send(self.start, device), stop=_send(self.stop, device))
 
 
 @dataclass(frozen=True)
@@ -193,8 +192,8 @@ class Layout:
         return self._take(slice(rank * step, (rank + 1) * step))
 
     def to(self, device: torch.device | str) -> "Layout":
-        """A copy on `device`; does not wait for the transfer."""
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
+        """A copy on `device`; does not wait for a transfer to a GPU."""
+        moved = {name: _send(getattr(self, name), device) for name in _TENSORS}
         return replace(self, keys=self.keys.to(device), **moved)
 
     def copy_(self, other: "Layout") -> "Layout":
@@ -293,6 +292,10 @@ def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Concatenate `starts[i] .. starts[i] + counts[i] - 1`."""
     placed = np.cumsum(counts) - counts
     return np.repeat(starts - placed, counts) + np.arange(int(counts.sum()))
+
+
+def _send(x: Tensor, device: torch.device | str) -> Tensor:
+    return x.to(device, non_blocking=torch.device(device).type != "cpu")  # the host may read a copy at once
 
 
 def _int32(values: np.ndarray) -> Tensor:

@@ -1,3 +1,4 @@
+import math
 import re
 import sys
 import xml.etree.ElementTree as ET
@@ -95,7 +96,7 @@ def test_stages_are_named_where_they_are():
 def test_the_numbers_are_those_of_the_run():
     events = run(health(layer_health(0, 0.75), layer_health(3, 0.25)))
     assert "train 0.275, held out 0.300" in plots.loss(events).alt
-    assert "KL 0.050, captured 0.750" in plots.distillation(events).alt
+    assert "KL 0.0500, captured 0.750" in plots.distillation(events).alt
     assert "recall 0.500, random 0.200, recency 0.500, oracle 0.900" in plots.recall(events).alt
     by_position = plots.recall_by_position(events)
     assert "recall 0.500, 0.500, unknown, 0.500" in by_position.alt
@@ -123,6 +124,31 @@ def test_distance_bins_are_named():
     far = layer_health(distances=[0] * 12 + [5], oracle_distances=[1])
     shown = words(plots.distances(run(health(far))))
     assert {"0", "2–3", "512–1023", "2K–4K"} <= set(shown)
+
+
+@pytest.mark.parametrize("plot", EVERY_PLOT)
+def test_no_value_is_cut_off(plot, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, *args, **kwargs) -> None:
+        drawn.append(figure)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    flat, peaked = layer_health(0, 1.0, distances=[1] * 9), layer_health(1, 0.0, distances=[0, 9], captured=-2.0)
+    plot(run(health(flat, peaked)))
+    seen = 0
+    for axes in drawn[0].axes:
+        bottom, top = axes.get_ylim()
+        for line in axes.lines:
+            if line.get_transform() == axes.transData:  # else it marks a stage, from edge to edge
+                values = [y for y in line.get_ydata() if math.isfinite(y)]
+                seen += len(values)
+                assert all(bottom <= y <= top for y in values), (bottom, top, values)
+    assert seen > 4
 
 
 @pytest.mark.parametrize("plot", EVERY_PLOT)

@@ -17,7 +17,8 @@ def _parameters(model: ModelConfig) -> int:
 def test_every_recipe_is_made_and_says_what_it_is(name: str) -> None:
     recipe = RECIPES[name]
     assert recipe() == recipe()
-    assert recipe.__doc__ and recipe.__doc__.strip().endswith(".")
+    assert recipe.__doc__
+    assert recipe.__doc__.strip().endswith(".")
     assert recipe().train.run_dir == f"runs/{name}"
 
 

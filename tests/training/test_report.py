@@ -231,7 +231,7 @@ def test_the_bar_shows_steps_time_left_and_losses(capsys):
     out, err = capsys.readouterr()
     assert out == "hello\nmode sparse\n  layers learn\n"
     assert "10/10" in err
-    assert "sparse, lm 2.500, kl 0.125, 988 tok/s" in err
+    assert "sparse, lm 2.50, kl 0.125, 988 tok/s" in err
     assert re.search(r"\[\d\d:\d\d<", err)
 
 

@@ -33,7 +33,14 @@ def span(start: Tensor, stop: Tensor, num_keys: int) -> tuple[int, int]:
 def add_rows_(total: Tensor, index: Tensor, values: Tensor, deterministic: bool) -> None:
     """total[index[i]] += values[i], in the order of i wherever bits must repeat. total [S, C], values [..., C]."""
     index, values = index.flatten(), values.reshape(-1, total.shape[1])
-    if deterministic and total.is_cuda:
-        total.index_put_((index,), values, accumulate=True)  # sorts by row first; index_add_ uses atomics
+    if deterministic and total.is_cuda:  # index_add_ uses atomics there
+        _add_in_order_(total, index, values)
     else:
         total.index_add_(0, index, values)
+
+
+def _add_in_order_(total: Tensor, index: Tensor, values: Tensor) -> None:
+    """Sort by row, then sum each row's values one after the other."""
+    ordered, order = index.sort(stable=True)
+    offsets = torch.searchsorted(ordered, torch.arange(total.shape[0] + 1, device=index.device))
+    total += torch.segment_reduce(values[order], "sum", offsets=offsets, axis=0, initial=0.0)

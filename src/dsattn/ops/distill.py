@@ -98,13 +98,13 @@ def row_weights(
         reads = reads & real_rows
     if divisor is None:
         return reads, reads.sum().clamp(min=1).to(wide)
-    if isinstance(divisor, Tensor):
-        if divisor.dim() != 0:
-            raise InputError(f"divisor must be a number or a 0-d tensor, got {list(divisor.shape)}")
-        return reads, divisor.detach().to(device=reads.device, dtype=wide)
-    if not divisor > 0:
-        raise InputError(f"divisor={divisor} must be positive; a batch without real rows needs no loss")
-    return reads, torch.full((), divisor, dtype=wide, device=reads.device)
+    if isinstance(divisor, int | float):
+        if not divisor > 0:
+            raise InputError(f"divisor={divisor} must be positive; a batch without real rows needs no loss")
+        return reads, torch.full((), divisor, dtype=wide, device=reads.device)
+    if divisor.dim() != 0:
+        raise InputError(f"divisor must be a number or a 0-d tensor, got {list(divisor.shape)}")
+    return reads, divisor.detach().to(device=reads.device, dtype=wide)
 
 
 def _index(selection: Selection | None) -> tuple[Tensor | None, Tensor | None]:

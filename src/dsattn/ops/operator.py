@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
+def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
     """Register a function of plain tensors as `dsattn::name`.
 
     Autocast around a call must not reach inside: it would turn the body's fp32 products into bf16 and change what is
     selected. Operands come in the dtype they have, results leave in the dtype that the operation promises.
     """
 
-    def register(body: Callable[..., Any]) -> torch.library.CustomOpDef:
+    def register(body: Callable[..., Any]) -> Any:
         @functools.wraps(body)
         def run(*operands: Any) -> Any:
             with torch.autocast(operands[0].device.type, enabled=False):

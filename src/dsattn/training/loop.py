@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from dsattn.accounting import model_work
 from dsattn.config import RunConfig, StageConfig
 from dsattn.errors import InputError, TrainingStopped
 from dsattn.model.decoder import Decoder
-from dsattn.training import checkpoint, state
+from dsattn.training import checkpoint, plots, state
 from dsattn.training.data import Pack, PackStream, held_out_packs
 from dsattn.training.metrics import Health, MetricsWriter, held_out_loss, indexer_health
 from dsattn.training.report import Console, closing_table, write_report
@@ -57,6 +58,7 @@ class Trainer:
     """One run. Construction reads the folder and the text; `run` trains."""
 
     def __init__(self, config: RunConfig, *, recipe: str | None = None, console: bool = True):
+        plots.require()
         self.config, self.recipe = config, recipe
         self.run_dir = Path(config.train.run_dir)
         self.device = pick_device(config.train.device)
@@ -96,13 +98,13 @@ class Trainer:
                         self._run_stage(index, stage, first, resuming=index == begin and self.resumed_from is not None)
                     first += stage.steps
             summary = self._summarise()
-            self.console.say(closing_table(summary))
+        self.console.say(closing_table(summary))
         return summary
 
     def _announce(self) -> None:
         parameters = sum(p.numel() for p in self.model.parameters())
-        skipped = f", {len(self.stream.passed_over)} files passed over: not text" if self.stream.passed_over else ""
-        self.console.say(f"{parameters:,} parameters on {self.device}; {len(self.stream.files)} training files{skipped}")
+        files, skipped = len(self.stream.files), len(self.stream.passed_over)
+        self.console.say(f"{parameters:,} parameters on {self.device}; {files} training files, {skipped} are not text")
 
     def _run_stage(self, index: int, stage: StageConfig, first: int, *, resuming: bool) -> None:
         """The steps that are left of a stage that begins behind global step `first`."""
@@ -118,13 +120,14 @@ class Trainer:
         while self.progress.step < last and not self.stop_asked:
             started = time.monotonic()
             lr = learning_rate(stage, self.progress.step - first)
-            losses, grad_norm = self._step(stage, lr)
+            losses, facts = self._step(stage, lr)
             self.progress.step += 1
             self.progress.tokens += losses.rows
             self.progress.indexer_steps += learns(stage.mode)[1]
             self.progress.seconds = time.monotonic() - clock
-            speed = losses.rows / (time.monotonic() - started)
-            self._log(index, stage, losses, {"lr": lr, "grad_norm": grad_norm, "tokens_per_second": speed})
+            took = time.monotonic() - started
+            speed = {"tokens_per_second": losses.rows / took, "tflops": facts.pop("flops") / took / 1e12}
+            self._log(index, stage, losses, {"lr": lr, **facts, **speed})
             done = self.progress.step == last
             if done or self.progress.step % self.config.train.eval_every == 0:
                 self._evaluate(index, stage, done)
@@ -133,8 +136,8 @@ class Trainer:
         if self.saved_step != self.progress.step:  # asked to stop between two checkpoints
             self._save(index)
 
-    def _step(self, stage: StageConfig, lr: float) -> tuple[Losses, float]:
-        """One optimiser step; returns its losses and the norm of its gradient before clipping."""
+    def _step(self, stage: StageConfig, lr: float) -> tuple[Losses, dict[str, float]]:
+        """One optimiser step; returns its losses, the norm of its gradient before clipping, and its FLOPs."""
         packs = [next(self.stream) for _ in range(self.config.train.packs_per_step)]
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -145,7 +148,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        return losses, grad_norm
+        lengths = [length for pack in packs for length in pack.layout.lengths]
+        return losses, {"grad_norm": grad_norm, "flops": model_work(self.config.model, lengths, stage.mode).flops}
 
     def _check_finite(self, losses: Losses, grad_norm: float) -> None:
         values = {"the language-model loss": losses.lm, "the gradient's norm": grad_norm}

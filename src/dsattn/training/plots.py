@@ -90,7 +90,7 @@ def distillation(events: Events) -> Picture | None:
         right.set_ylabel("captured on held-out text")
         right.set_ylim(top=1)
 
-    ends = [f"{name} {points[-1][1]:.3f}" for name, points in (("KL", mean), ("captured", captured)) if points]
+    ends = [f"{name} {points[-1][1]:#.3g}" for name, points in (("KL", mean), ("captured", captured)) if points]
     alt = f"Lines of the indexers' KL and of the captured fraction over steps. Last: {', '.join(ends)}."
     return _picture(draw, 3.4, alt)
 
@@ -154,15 +154,12 @@ def distances(events: Events) -> Picture | None:
     names = [_bin_name(number) for number in range(bins)]
 
     def draw_layer(axes: Any, layer: LayerHealth) -> None:
-        for counts, color, marker, label in (
-            (layer.distances, _BLUE, "o", "selected"),
-            (layer.oracle_distances, _GREEN, "^", "heaviest"),
-        ):
+        looks = {"selected": {"color": _BLUE, "marker": "o"}, "heaviest": {"color": _GREEN, "marker": "^"}}
+        for (label, look), counts in zip(looks.items(), (layer.distances, layer.oracle_distances), strict=True):
             total = max(sum(counts), 1)
             shares = [count / total for count in counts] + [0.0] * (bins - len(counts))
-            axes.plot(range(bins), shares, color=color, marker=marker, markersize=4, label=label)
+            axes.plot(range(bins), shares, markersize=4, label=label, **look)
         axes.set_xticks(range(0, bins, 2), names[::2], rotation=30, ha="right", fontsize=8)
-        axes.set_ylim(bottom=0)
 
     total = [sum(layer.distances[i] for layer in health.layers if i < len(layer.distances)) for i in range(bins)]
     peak = names[total.index(max(total))]
@@ -195,13 +192,20 @@ _BASELINES = {
 }
 
 
-def _picture(draw: Callable[[Any], None], height: float, alt: str) -> Picture:
-    """Let `draw` fill a figure. Raises InputError where matplotlib is missing."""
+def require() -> None:
+    """Raise InputError where matplotlib is missing: better before a long run than behind it."""
     try:
-        import matplotlib
-        from matplotlib.figure import Figure
+        import matplotlib  # noqa: F401
     except ImportError as error:
         raise InputError("the report's plots need matplotlib: pip install 'dsattn[report]'") from error
+
+
+def _picture(draw: Callable[[Any], None], height: float, alt: str) -> Picture:
+    """Let `draw` fill a figure. Raises InputError where matplotlib is missing."""
+    require()
+    import matplotlib
+    from matplotlib.figure import Figure
+
     file = io.BytesIO()
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")

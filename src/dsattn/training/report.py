@@ -107,8 +107,8 @@ class Console:
         if self._bar is None:
             pace: Any = {"mininterval": 0.2 if sys.stderr.isatty() else _LOG_SECONDS, "smoothing": 0.1}
             self._bar = tqdm(total=self.total_steps, initial=self._begun_at, unit="step", dynamic_ncols=True, **pace)
-        losses = {"lm": lm_loss, "kl": kl}
-        shown = [mode, *(f"{name} {value:.3f}" for name, value in losses.items() if value is not None)]
+        losses = [f"{name} {value:#.3g}" for name, value in (("lm", lm_loss), ("kl", kl)) if value is not None]
+        shown = [mode, *losses]
         self._bar.set_postfix_str(f"{', '.join(shown)}, {tokens_per_second:,.0f} tok/s", refresh=False)
         self._bar.update(step - self._bar.n)
 
@@ -197,8 +197,8 @@ def _layer_table(health: Health | None) -> str:
     if health is None:
         return "<p><em>Indexer health: this run has measured nothing of it.</em></p>"
     head = "".join(f'<th scope="col">{name.replace("_", " ")}</th>' for name in ("layer", *_COLUMNS))
-    rows = [[str(layer.layer), *(_number(getattr(layer, name)) for name in _COLUMNS)] for layer in health.layers]
-    rows.append(["mean", *(_number(health.mean(name)) for name in _COLUMNS)])
+    rows = [[str(layer.layer), *(_significant(getattr(layer, name)) for name in _COLUMNS)] for layer in health.layers]
+    rows.append(["mean", *(_significant(health.mean(name)) for name in _COLUMNS)])
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     about = f"<p>{health.rows:,} rows that see more than {health.top_k:,} keys, in held-out text; KL in nats a row.</p>"
     return f'{about}<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -236,6 +236,10 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _significant(value: float | None) -> str:
+    return "-" if value is None else f"{value:#.3g}"
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """Run folders: which device, which checkpoint to go on from, whose weights to begin with, how to load a run.
 
-    run_dir/  config.json  metrics.jsonl  summary.json  report.html  tensorboard/  checkpoints/step-00000100/
+run_dir/  config.json  metrics.jsonl  summary.json  report.html  tensorboard/  checkpoints/step-00000100/
 """
 
 import dataclasses

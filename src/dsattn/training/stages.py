@@ -1,10 +1,10 @@
 """What learns in each mode, with which optimiser and learning rate.
 
-    mode     backbone   indexer
-    dense    learns     fixed (and not run)
-    warmup   fixed      learns
-    sparse   learns     learns
-    frozen   learns     fixed
+mode     backbone   indexer
+dense    learns     fixed (and not run)
+warmup   fixed      learns
+sparse   learns     learns
+frozen   learns     fixed
 """
 
 import math
