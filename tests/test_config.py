@@ -96,11 +96,12 @@ BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
     (
         ModelConfig,
         {"attention": MLAConfig(qk_rope_head_dim=32)},
-        "dsa.indexer.rope_dim=64 must be 0 or the attention's 32",
+        "dsa.indexer.rope_dim=64 must be 0 or 32, as in the attention",
     ),
     (DataConfig, {"source": ""}, "source='' must name text"),
     (DataConfig, {"pack_tokens": 1}, "pack_tokens=1 must be at least 2"),
     (DataConfig, {"min_document_tokens": -1}, "min_document_tokens=-1 must be at least 0"),
+    (DataConfig, {"interleave": 0}, "interleave=0 must be at least 1"),
     (DataConfig, {"seed": -1}, "seed=-1 must be at least 0"),
     (DataConfig, {"held_out": 1.0}, "held_out=1.0 must be in [0, 1)"),
     (DataConfig, {"held_out": NAN}, "held_out=nan must be in [0, 1)"),

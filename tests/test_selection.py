@@ -231,6 +231,7 @@ def test_inverse_is_made_once() -> None:
     assert selection.inverse is not None
     assert slots_of(selection.inverse) == [[0], [1, 2], [3]]
     assert selection.with_inverse(3) is selection
+    assert selection.with_inverse(5).inverse.offset.tolist() == [0, 1, 3, 4, 4, 4]
     assert selection.to("cpu").inverse is None
 
 

@@ -370,9 +370,12 @@ class DataConfig(Checked):
     """Shorter pieces of text are passed over; 0 keeps everything."""
     seed: int = 0
     """Order of the files."""
+    interleave: int = 32
+    """Files read side by side: consecutive packs come from different ones, so that no step learns from one text."""
 
     def problems(self) -> Iterator[str]:
         yield from self._at_least(2, "pack_tokens")
+        yield from self._at_least(1, "interleave")
         yield from self._at_least(0, "min_document_tokens", "seed")
         if not self.source:
             yield "source='' must name text: a folder, a glob, a file, or 'stdlib'"

@@ -81,7 +81,7 @@ class Selection:
 
     def with_inverse(self, num_keys: int) -> "Selection":
         """The same Selection carrying its key-to-slots index, made once and shared by all who need it."""
-        if self.inverse is not None:
+        if self.inverse is not None and self.inverse.offset.shape[0] == num_keys + 1:
             return self
         return replace(self, inverse=invert(self.index, num_keys))
 

@@ -49,3 +49,12 @@ def test_add_rows(deterministic: bool) -> None:
     values = torch.arange(8.0).view(2, 2, 2)
     add_rows_(total, torch.tensor([[3, 0], [3, 3]]), values, deterministic)
     assert total.tolist() == [[3, 4], [1, 1], [1, 1], [11, 14]]
+
+
+def test_sums_in_order_equal_index_add() -> None:
+    torch.manual_seed(0)
+    index, values = torch.randint(0, 10, (100,)), torch.randn(100, 3, dtype=torch.float64)
+    index[index == 7] = 6  # a row that nothing is added to
+    total = torch.zeros(10, 3, dtype=torch.float64)
+    blocks._add_in_order_(total, index, values)
+    torch.testing.assert_close(total, torch.zeros_like(total).index_add_(0, index, values), rtol=0, atol=1e-12)

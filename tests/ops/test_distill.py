@@ -305,6 +305,26 @@ def test_split_into_microbatches(mode: str) -> None:
         assert_close(split(), want, 1e-3)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_context_parallel_ranks_add_up(mode: str) -> None:
+    """Rows dealt out in zigzag, keys whole: with the global divisor, loss and gradients are those of one rank."""
+    lengths = [16, 0, 40]
+    whole = make_case(Layout.packed(lengths), dtype=torch.float64)
+    selection = selection_of(mode, whole)
+    want = run(whole, mode, selection=selection)
+    total, grads = torch.zeros((), dtype=torch.float64), [torch.zeros_like(grad) for grad in want.grads]
+    for rank in range(2):
+        layout = Layout.packed(lengths, cp_size=2, cp_rank=rank)
+        rows = {name: getattr(whole, name)[layout.rows] for name in ("q", "q_i", "w")}
+        kept = None if selection is None else Selection(selection.index[layout.rows], selection.length[layout.rows])
+        part = run(replace(whole, layout=layout, **rows), mode, selection=kept, divisor=56)
+        total += part.loss
+        for name, sums, grad in zip(LEARNERS, grads, part.grads, strict=True):
+            sums.add_(grad) if name == "k_i" else sums.index_add_(0, layout.rows, grad)
+        assert not torch.allclose(part.loss, want.loss / 2, rtol=1e-3)  # ranks differ: no mean of theirs would do
+    assert_close(Run(total, tuple(grads)), want, 1e-12)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_sparse_with_room_for_every_key_is_warmup(target: str) -> None:
     case = make_case("packed", Sizes(top_k=130), dtype=torch.float64)

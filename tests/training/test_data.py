@@ -32,6 +32,7 @@ def write(root: Path, files: dict[str, bytes]) -> Path:
 
 
 def config(source: object, pack_tokens: int = 16, held_out: float = 0.0, **rest: Any) -> DataConfig:
+    rest = {"interleave": 1, **rest}
     return DataConfig(source=str(source), pack_tokens=pack_tokens, held_out=held_out, **rest)
 
 
@@ -185,6 +186,51 @@ def test_resume_is_bit_for_bit(mixed: Path, monkeypatch: pytest.MonkeyPatch, pac
     assert not same(next(again), given[0]), "a state that is off by one pack must show"
 
 
+def test_files_are_read_side_by_side(tmp_path: Path):
+    root = write(tmp_path, {f"{i}.txt": bytes([65 + i]) * 99 for i in range(6)})
+    packs = take(stream(root, 10, interleave=3), 60)
+    letters = ["".join(sorted(set(TOKENIZER.decode(pack.tokens.tolist())))) for pack in packs]
+    assert all(len({*letters[i : i + 3]}) == 3 for i in range(0, 30, 3)), letters
+    assert letters[:30] == letters[:3] * 10, "each lane stays with its file"
+    assert sorted(set(letters)) == list("ABCDEF"), "two files a lane fill an epoch"
+    alone = ["".join(sorted(set(TOKENIZER.decode(pack.tokens.tolist())))) for pack in take(stream(root, 10), 10)]
+    assert len(set(alone)) == 1, "one lane stays with one file"
+
+
+def test_lanes_read_every_token_once_an_epoch(tmp_path: Path):
+    root = write(tmp_path, {f"{i}.txt": bytes([65 + i]) * (30 * i + 20) for i in range(5)})
+    for lanes in (1, 2, 5, 9):
+        packs = stream(root, 2, interleave=lanes)
+        counted: dict[int, int] = {}
+        while packs.epoch == 0:
+            for token in next(packs).tokens.tolist():
+                counted[token] = counted.get(token, 0) + 1
+        for i in range(5):
+            assert counted[65 + i] >= 30 * i + 20
+        assert lanes > 1 or 405 <= sum(counted.values()) <= 408, "one lane reads nothing twice"
+
+
+@pytest.mark.parametrize("lanes", [2, 3, 50])
+def test_resume_of_lanes_is_bit_for_bit(mixed: Path, lanes: int):
+    packs = stream(mixed, 11, interleave=lanes)
+    states, given = [], []
+    for _ in range(50):
+        states.append(json.loads(json.dumps(packs.state_dict())))
+        given.append(next(packs))
+    for done in (0, 1, 2, 7, 20, 48):
+        again = stream(mixed, 11, interleave=lanes)
+        again.load_state_dict(states[done])
+        assert all(same(a, b) for a, b in zip(take(again, 50 - done), given[done:], strict=True))
+    with pytest.raises(DataError, match=r"the training text has changed \(interleave"):
+        stream(mixed, 11, interleave=lanes + 1).load_state_dict(states[3])
+
+
+def test_a_lane_without_text_is_passed_over(tmp_path: Path):
+    root = write(tmp_path, {"a.txt": b"text to learn from", "b.txt": b"", "c.txt": b""})
+    packs = take(stream(root, 7, interleave=3), 20)
+    assert all(pack.num_labels > 0 for pack in packs[3:])
+
+
 def test_resume_inside_records_of_a_split_file(tmp_path: Path):
     records = b"".join(b'{"text": "record %d"}\n' % i for i in range(50))
     root = write(tmp_path, {"a.jsonl": records})
@@ -320,6 +366,6 @@ def test_bytes_stream_fast(tmp_path: Path):
     size = 4_000_000
     packs = stream(write(tmp_path, {"a.txt": b"a line of forty characters, as code has\n" * (size // 40)}), 4096)
     begin = time.perf_counter()
-    read = sum(len(raw.tokens) for raw in islice(packs._raw, size // 4096))
+    read = sum(len(raw.tokens) for raw in (packs.next_raw() for _ in range(size // 4096)))
     rate = read / (time.perf_counter() - begin) / 1e6
     assert rate > 5, f"{rate:.1f} MB/s"

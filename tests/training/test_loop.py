@@ -302,3 +302,11 @@ def test_sigterm_saves_and_exits_zero(tmp_path: Path, text: Path) -> None:
     latest = checkpoint.latest(tmp_path / "run")
     assert latest is not None
     assert checkpoint.verify(latest)["step"] == read_metrics(tmp_path / "run")[-1]["step"]
+
+
+def test_every_stage_begins_with_its_audit(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(_config(tmp_path / "run", text))
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("mode ")]
+    assert [line.split(":")[0] for line in shown] == ["mode dense", "mode warmup", "mode sparse"]
+    counts = [int(line.split()[2].replace(",", "")) for line in shown]
+    assert counts[0] + counts[1] == counts[2]

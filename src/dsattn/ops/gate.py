@@ -1,6 +1,6 @@
 """Output gate: out * sigmoid(gate), with the sigmoid in fp32.
 
-Source: gated attention, arXiv 2505.06708. A saturated gate still has a gradient: sigma (1 - sigma) is taken in fp32.
+Source: gated attention, arXiv 2505.06708. A saturated gate still has a gradient: sigma(x) sigma(-x) is taken in fp32.
 Letters: T rows, H heads, V value width.
 """
 
@@ -61,7 +61,8 @@ def _backward(grad: Tensor, out: Tensor, gate: Tensor, cast_before: bool) -> tup
     choose("output_gate.backward", _call(out))
     share = _sigmoid(gate)
     dout = grad * share.to(grad.dtype) if cast_before else (grad.to(share.dtype) * share).to(grad.dtype)
-    dgate = grad.to(share.dtype) * out.to(share.dtype) * share * (1 - share)
+    # sigmoid(-gate), not 1 - share, which is 0 from a logit of 17 on
+    dgate = grad.to(share.dtype) * out.to(share.dtype) * share * _sigmoid(-gate)
     return dout, dgate.sum_to_size(gate.shape).to(gate.dtype)
 
 

@@ -6,12 +6,13 @@
 No label and no attention crosses from one document, or from one part of a cut document, to the next.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ IGNORED_LABEL = -100
 """Label of rows that have no next token; what `torch.nn.functional.cross_entropy` ignores."""
 
 _HELD_OUT_SPREAD = 8
-_ORDERING = ("text_field", "held_out", "min_document_tokens", "seed")
+_ORDERING = ("text_field", "held_out", "min_document_tokens", "seed", "interleave")
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +56,9 @@ class Pack:
 
 
 def fold(packs: Sequence[Pack]) -> Pack:
-    """Several packs as one stream: a micro-batch. Documents stay apart; each pack's padding stays behind its documents.
+    """Several packs, on the host, as one stream: a micro-batch. Each pack's padding stays behind its documents.
 
-    Packs must be on the host, as they come from a PackStream. Raises InputError where there is none.
+    Raises InputError where there is none.
     """
     if not packs:
         raise InputError("packs is empty; give at least one")
@@ -104,10 +105,12 @@ class PackStream(Iterator[Pack]):
     """The packs of one split, in one global order that depends on nothing but configuration, tokenizer and files.
 
     `train` never ends: each epoch reads every file, in an order drawn from (seed, epoch); records keep the order of
-    their file. Every row is real. `held_out` reads once in a fixed order, whatever the seed, and pads its last pack.
+    their file. `interleave` files are read side by side and packs are taken from them in turn, lest one long file fill
+    many steps. Every row is real. `held_out` reads once, one file after the other, whatever the seed, and pads its last
+    pack.
 
     An empty text is a document of one eos. A document with fewer than `min_document_tokens` tokens (its eos counts) is
-    passed over. A document that does not fit is cut, and its rest is a new document of the next pack: positions
+    passed over. A document that does not fit is cut, and its rest is a new document of the lane's next pack: positions
     restart there, and the token before the cut has no label.
 
     Raises DataError where a file cannot be read, or where a whole pass brings nothing to learn from.
@@ -118,48 +121,94 @@ class PackStream(Iterator[Pack]):
         self.config = config
         self.tokenizer = tokenizer
         self.split = split
-        self.passed_over = found.passed_over
-        """Names of files that are not text."""
+        self.passed_over = found.passed_over  # names of files that are not text
         self.files = split_files(found.files, config.held_out, split)
         if not self.files:
             raise DataError(f"data.held_out={config.held_out} leaves the {split} split without text; raise it")
+        lanes = min(config.interleave, len(self.files)) if split == "train" else 1
+        self._lanes = [_Lane(self, number, lanes) for number in range(lanes)]
+        self._turn = 0
         self._made_from = self._describe()
-        self._seek(_Place())
 
     def __next__(self) -> Pack:
-        return _finish(next(self._raw), self.config.pack_tokens, self.tokenizer.pad)
+        return _finish(self.next_raw(), self.config.pack_tokens, self.tokenizer.pad)
+
+    def next_raw(self) -> _RawPack:
+        """The next pack of the lane whose turn it is; lanes that have run out are passed over."""
+        for _ in self._lanes:
+            lane = self._lanes[self._turn]
+            self._turn = (self._turn + 1) % len(self._lanes)
+            if (raw := next(lane.packs, None)) is not None:
+                return raw
+        if any(lane.learnable for lane in self._lanes):
+            raise StopIteration
+        raise DataError(
+            f"the {self.split} split of data.source={self.config.source!r} has no document of two tokens or "
+            f"more (data.min_document_tokens={self.config.min_document_tokens}); add text"
+        )
 
     @property
     def epoch(self) -> int:
-        """The pass over the files, from 0, that the last pack ended in."""
-        return self._place.epoch
+        """The pass over the files, from 0, that the slowest lane is in."""
+        return min(lane.place.epoch for lane in self._lanes)
 
     def state_dict(self) -> dict[str, Any]:
-        """The point behind the last pack given out, and what the order of tokens hangs on: plain numbers and strings.
-
-        Files count by name and size.
-        """
-        return {"place": self._place._asdict(), "made_from": dict(self._made_from)}
+        """The point behind the last pack given out, and what the order of tokens hangs on; files by name and size."""
+        places = [lane.place._asdict() for lane in self._lanes]
+        return {"places": places, "turn": self._turn, "made_from": dict(self._made_from)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on behind the last pack given out when `state` was taken, with the same tokens to the last bit.
 
-        The document that was cut there is read again from its start; JSONL lines before it are passed over unparsed.
-        Raises DataError naming what differs where the text or its reading has changed since; `pack_tokens` may change.
+        The documents that were cut there are read again from their start; JSONL lines before them are passed over
+        unparsed. Raises DataError naming what differs where the text or its reading has changed since; `pack_tokens`
+        may change.
         """
         now, then = self._made_from, state["made_from"]
         changed = [f"{name}: {then.get(name)!r} then, {now[name]!r} now" for name in now if then.get(name) != now[name]]
         if changed:
             raise DataError(f"cannot resume: the training text has changed ({'; '.join(changed)}); start a new run")
-        self._seek(_Place(**state["place"]))
+        for lane, place in zip(self._lanes, state["places"], strict=True):
+            lane.seek(_Place(**place))
+        self._turn = state["turn"]
 
-    def _seek(self, place: _Place) -> None:
-        self._place = place
-        self._raw = self._cut(self._runs(place))
+    def _describe(self) -> dict[str, Any]:
+        listing = json.dumps([[file.name, file.size] for file in self.files])
+        return {
+            "split": self.split,
+            "tokenizer": self.tokenizer.name,
+            "files": f"{len(self.files)} files, {hashlib.sha256(listing.encode()).hexdigest()[:16]}",
+            **{name: getattr(self.config, name) for name in _ORDERING},
+        }
+
+
+def _shuffled(files: Sequence[TextFile], draw: str) -> list[TextFile]:
+    """Sorted by a hash: the same shuffle on every machine and under every version of every library."""
+    return sorted(files, key=lambda file: hashlib.sha256(draw.encode() + os.fsencode(file.name)).digest())
+
+
+class _Lane:
+    """Packs of every `lanes`-th file from the `number`-th on, each epoch in another order.
+
+    Ends where a whole pass brings nothing to learn from, and behind the only pass of `held_out`.
+    """
+
+    def __init__(self, stream: PackStream, number: int, lanes: int):
+        self.stream = stream
+        self.draw = f"{stream.config.seed} " if stream.split == "train" else "held out "
+        self.files = _shuffled(stream.files, self.draw)[number::lanes]
+        self.learnable = False
+        self.seek(_Place())
+
+    def seek(self, place: _Place) -> None:
+        """Go on from `place`: the end of the last pack given out."""
+        self.place = place
+        self.packs = self._cut(self._runs(place))
 
     def _cut(self, runs: Iterator[_Run]) -> Iterator[_RawPack]:
-        """Cut runs of tokens into packs, moving `_place` to the end of each before it is given out."""
-        room = self.config.pack_tokens
+        """Cut runs of tokens into packs, moving `place` to the end of each before it is given out."""
+        pack_tokens = self.stream.config.pack_tokens
+        room = pack_tokens
         parts: list[np.ndarray] = []
         lengths: list[int] = []
         length = 0
@@ -175,62 +224,47 @@ class PackStream(Iterator[Pack]):
                     length = 0
                 if not room:
                     following = place._replace(record=place.record + 1, token=0)
-                    self._place = following if finished else place._replace(token=place.token + used)
+                    self.place = following if finished else place._replace(token=place.token + used)
                     yield _RawPack(np.concatenate(parts), lengths)
-                    parts, lengths, room = [], [], self.config.pack_tokens
-        if parts:
+                    parts, lengths, room = [], [], pack_tokens
+        if parts and self.learnable and self.stream.split == "held_out":
             yield _RawPack(np.concatenate(parts), lengths)
 
     def _runs(self, start: _Place) -> Iterator[_Run]:
         """Every token from `start` on; behind the document, file and epoch that it names, everything from its start."""
-        for epoch in count(start.epoch) if self.split == "train" else [0]:
-            learnable = start != _Place(epoch)  # a pass that was resumed in its middle proves nothing
-            files = self._order(epoch)
+        config = self.stream.config
+        for epoch in count(start.epoch) if self.stream.split == "train" else [0]:
+            self.learnable = start != _Place(epoch)  # a pass that was resumed in its middle proves nothing
+            files = _shuffled(self.files, f"{self.draw}{epoch} ")
             for at in range(start.file, len(files)):
-                for record, pieces in read_documents(files[at], self.config.text_field, start.record):
+                for record, pieces in read_documents(files[at], config.text_field, start.record):
                     token = 0
                     for tokens, ends in self._encoded(pieces):
-                        learnable |= not ends
+                        self.learnable |= not ends
                         first = max(start.token - token, 0)
                         if first < len(tokens):
                             yield _Run(_Place(epoch, at, record, token + first), tokens[first:], ends)
                         token += len(tokens)
                     start = _Place(epoch)
                 start = _Place(epoch)
-            if not learnable:
-                raise DataError(
-                    f"the {self.split} split of data.source={self.config.source!r} has no document of two tokens or "
-                    f"more (data.min_document_tokens={self.config.min_document_tokens}); add text"
-                )
+            if not self.learnable:
+                return
             start = _Place(epoch + 1)
 
     def _encoded(self, pieces: Iterator[str]) -> Iterator[tuple[np.ndarray, bool]]:
         """Token arrays of one document, none empty; the last holds eos alone and comes with True."""
+        tokenizer, least = self.stream.tokenizer, self.stream.config.min_document_tokens
         waiting: list[np.ndarray] = []
         seen = 0
         for piece in pieces:
-            tokens = self.tokenizer.encode(piece)
+            tokens = tokenizer.encode(piece)
             seen += len(tokens)
             waiting.append(tokens)
-            if seen + 1 >= self.config.min_document_tokens:
+            if seen + 1 >= least:
                 yield from ((tokens, False) for tokens in waiting if len(tokens))
                 waiting = []
-        if seen + 1 >= self.config.min_document_tokens:
-            yield np.array([self.tokenizer.eos], np.int32), True
-
-    def _order(self, epoch: int) -> list[TextFile]:
-        """Sorted by a hash: the same shuffle on every machine and under every version of every library."""
-        draw = f"{self.config.seed} {epoch} " if self.split == "train" else "held out "
-        return sorted(self.files, key=lambda file: hashlib.sha256(draw.encode() + os.fsencode(file.name)).digest())
-
-    def _describe(self) -> dict[str, Any]:
-        listing = json.dumps([[file.name, file.size] for file in self.files])
-        return {
-            "split": self.split,
-            "tokenizer": self.tokenizer.name,
-            "files": f"{len(self.files)} files, {hashlib.sha256(listing.encode()).hexdigest()[:16]}",
-            **{name: getattr(self.config, name) for name in _ORDERING},
-        }
+        if seen + 1 >= least:
+            yield np.array([tokenizer.eos], np.int32), True
 
 
 def held_out_packs(config: DataConfig, tokenizer: Tokenizer, n: int) -> list[Pack]:
@@ -242,7 +276,10 @@ def held_out_packs(config: DataConfig, tokenizer: Tokenizer, n: int) -> list[Pac
     if n < 1:
         raise InputError(f"n={n} must be at least 1")
     stream = PackStream(config, tokenizer, "held_out")
-    raw = list(islice(stream._raw, _HELD_OUT_SPREAD * n))
+    raw: list[_RawPack] = []
+    with contextlib.suppress(StopIteration):
+        while len(raw) < _HELD_OUT_SPREAD * n:
+            raw.append(stream.next_raw())
     chosen = raw if len(raw) <= n else [raw[i * len(raw) // n] for i in range(n)]
     return [_finish(one, config.pack_tokens, tokenizer.pad) for one in chosen]
 

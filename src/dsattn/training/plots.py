@@ -86,7 +86,8 @@ def distillation(events: Events) -> Picture | None:
             axes.set_xlabel("step")
         left.set_ylabel("train KL (nats a row)")
         left.set_ylim(bottom=0)
-        left.legend(loc="upper right")
+        if mean:
+            left.legend(loc="upper right")
         right.set_ylabel("captured on held-out text")
         right.set_ylim(top=1)
 

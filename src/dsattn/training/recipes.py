@@ -28,12 +28,13 @@ def tiny() -> RunConfig:
         data=DataConfig(pack_tokens=1024),
         train=TrainConfig(
             stages=(
-                StageConfig(mode="dense", steps=300, lr=3e-3, lr_warmup=20),
-                StageConfig(mode="warmup", steps=100, lr=5e-3, lr_warmup=10),
-                StageConfig(mode="sparse", steps=200, lr=1e-3, lr_warmup=10),
+                StageConfig(mode="dense", steps=260, lr=3e-3, lr_warmup=20),
+                StageConfig(mode="warmup", steps=80, lr=5e-3, lr_warmup=10),
+                StageConfig(mode="sparse", steps=140, lr=1e-3, lr_warmup=10),
             ),
-            packs_per_step=2,
-            packs_per_micro_batch=2,
+            packs_per_step=1,
+            packs_per_micro_batch=1,
+            eval_every=200,
             eval_packs=4,
             run_dir="runs/tiny",
         ),
