@@ -17,7 +17,11 @@ from typing import Any
 import torch
 
 from dsattn import __version__
-from dsattn.training.metrics import read_metrics
+from dsattn.backends import Choice, choose
+from dsattn.config import RunConfig
+from dsattn.plan import run_calls
+from dsattn.training.metrics import Health, read_metrics
+from dsattn.training.runs import config_from_dict
 
 
 def main() -> None:
@@ -52,11 +56,12 @@ def record(run: Path, commit: str, dirty: bool) -> dict[str, Any]:
                 "held_out_loss": summary["stages"][index]["held_out_loss"],
             }
         )
+    choices = chosen(config_from_dict(config))
     return {
         "op": "train",
         "recipe": summary["recipe"],
-        "backend": "reference" if config["model"]["dsa"]["backend"] == "auto" else config["model"]["dsa"]["backend"],
-        "passed_over": {},
+        "backend": {operation: choice.name for operation, choice in choices.items()},
+        "passed_over": {operation: dict(choice.passed_over) for operation, choice in choices.items()},
         "shape": {
             "T": config["data"]["pack_tokens"],
             "packs_per_step": config["train"]["packs_per_step"],
@@ -70,6 +75,7 @@ def record(run: Path, commit: str, dirty: bool) -> dict[str, Any]:
             "dtype": config["train"]["dtype"],
         },
         "stages": stages,
+        "recall": recall(summary["stages"][-1]["health"]),
         "peak_bytes": summary["peak_bytes"],
         "seconds": summary["seconds"],
         "gpu": summary["device"],
@@ -79,6 +85,18 @@ def record(run: Path, commit: str, dirty: bool) -> dict[str, Any]:
         "dirty": dirty,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def chosen(config: RunConfig) -> dict[str, Choice]:
+    """Who serves each operation of the run on this machine."""
+    return {name: choose(name, call, config.model.dsa.backend) for name, call in run_calls(config).items()}
+
+
+def recall(health: dict[str, Any] | None) -> dict[str, float | None] | None:
+    """Means over layers at the end of the run."""
+    if health is None:
+        return None
+    return {name: Health.from_dict(health).mean(name) for name in ("recall", "random", "recency", "oracle")}
 
 
 def driver() -> str | None:

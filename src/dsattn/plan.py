@@ -27,10 +27,7 @@ def explain(subject: Subject) -> str:
     if callable(subject) and not isinstance(subject, type):
         subject = subject()
     if isinstance(subject, RunConfig):
-        keys = subject.data.pack_tokens * subject.train.packs_per_micro_batch
-        base = _base(subject.model.dsa, subject.train.device, subject.train.dtype, keys)
-        modes = {stage.mode for stage in subject.train.stages}
-        return _table(base, subject.model.dsa.backend, model_calls(subject.model, base, modes))
+        return _table(_run_base(subject), subject.model.dsa.backend, run_calls(subject))
     if isinstance(subject, ModelConfig):
         base = _base(subject.dsa)
         calls = model_calls(subject, base, {"dense", "warmup", "sparse", "frozen"})
@@ -42,6 +39,11 @@ def explain(subject: Subject) -> str:
     raise InputError(
         f"subject is a {type(subject).__name__}; give a Call, DSAConfig, ModelConfig, RunConfig or a recipe"
     )
+
+
+def run_calls(config: RunConfig) -> dict[str, Call]:
+    """Operation -> the Call that the run's layers make on its device, for the modes of its stages."""
+    return model_calls(config.model, _run_base(config), {stage.mode for stage in config.train.stages})
 
 
 def model_calls(config: ModelConfig, base: Call, modes: set[str]) -> dict[str, Call]:
@@ -68,6 +70,11 @@ def model_calls(config: ModelConfig, base: Call, modes: set[str]) -> dict[str, C
         gated = replace(base, heads=attention.heads, width=_gated_width(attention), deterministic=False)
         calls |= _both("output_gate", gated)
     return calls
+
+
+def _run_base(config: RunConfig) -> Call:
+    keys = config.data.pack_tokens * config.train.packs_per_micro_batch
+    return _base(config.model.dsa, config.train.device, config.train.dtype, keys)
 
 
 def _base(dsa: DSAConfig, device: str = "auto", dtype: str | None = None, num_keys: int = 8192) -> Call:

@@ -103,9 +103,8 @@ def test_fields_of_every_section_can_be_set(trained):
 
 
 def test_every_problem_is_reported_at_once_and_nothing_is_trained(trained, capsys):
-    wrong = split(
-        "--model.dsa.indexer.top-k 0 --train.packs-per-step 3 --train.packs-per-micro-batch 2 --train.stages.1.mode warmup --parallel.tp 2"
-    )
+    wrong = split("""--model.dsa.indexer.top-k 0 --train.packs-per-step 3 --train.packs-per-micro-batch 2
+        --train.stages.1.mode warmup --parallel.tp 2""")
     assert main(["train", "tiny", *wrong]) == 2
     error = capsys.readouterr().err
     assert "3 problem(s)" in error
