@@ -5,7 +5,8 @@ WORKERS ?= 2
 
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 BIN        := .venv/bin
-INSTALLED  := .venv/.installed
+DEMO       := .venv/.demo
+DEV        := .venv/.dev
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format clean
@@ -14,18 +15,18 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 	@echo "variables: PYTHON=$(PYTHON)  TORCH=$(TORCH)  WORKERS=$(WORKERS)"
 
-demo: $(INSTALLED)  ## train the tiny model on this machine: dense, indexer warm-up, sparse, report
+demo: $(DEMO)  ## train the tiny model on this machine: dense, indexer warm-up, sparse, report
 	@$(BIN)/dsattn train tiny --train.run-dir runs/tiny
 
 test: lint  ## lint, then the whole test suite
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-lint: $(INSTALLED)  ## ruff and pyright
+lint: $(DEV)  ## ruff and pyright
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check || { echo "make: files above need formatting: run 'make format'" >&2; exit 1; }
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
-format: $(INSTALLED)  ## put files into the format that lint asks for
+format: $(DEV)  ## put files into the format that lint asks for
 	@$(BIN)/ruff check --quiet --fix
 	@$(BIN)/ruff format --quiet
 
@@ -35,7 +36,7 @@ clean:  ## remove .venv and caches; runs/ stays
 
 # CPU wheels of torch live on an index of their own. It is used where there is no GPU and it answers; the plain index
 # serves everybody else (its Linux wheels hold CUDA: large, but right on every machine).
-$(INSTALLED): pyproject.toml
+.venv/.torch:
 	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) found; name one with PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"make: dsattn needs Python >= 3.11, but $(PYTHON) is {v[0]}.{v[1]}; name another with PYTHON=...")'
 	@echo "installing into .venv (once; again when pyproject.toml changes)"
@@ -44,5 +45,12 @@ $(INSTALLED): pyproject.toml
 	if ! nvidia-smi -L >/dev/null 2>&1 && $(BIN)/python -c 'from urllib.request import urlopen; urlopen("$(CPU_WHEELS)/torch/", timeout=5)' 2>/dev/null; \
 	then extra="--extra-index-url $(CPU_WHEELS)"; fi; \
 	$(BIN)/python -m pip install -qq $$extra "$(TORCH)"
+	@touch $@
+
+$(DEMO): pyproject.toml | .venv/.torch
+	@$(BIN)/python -m pip install -qq --editable '.[report]'
+	@touch $@
+
+$(DEV): pyproject.toml | $(DEMO)
 	@$(BIN)/python -m pip install -qq --editable '.[dev]'
 	@touch $@
