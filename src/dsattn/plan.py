@@ -65,7 +65,8 @@ def model_calls(config: ModelConfig, base: Call, modes: set[str]) -> dict[str, C
     if has_dsa and "warmup" in modes:
         calls |= _loss(indexer, replace(base, top_k=0))
     if has_dsa and "sparse" in modes:
-        calls |= _both("dsa_attention", kept) if kind == "mla" else _loss(indexer, replace(base, top_k=indexer.top_k))
+        calls |= _loss(indexer, replace(base, top_k=indexer.top_k))
+        calls |= _both("dsa_attention", kept) if kind == "mla" else {}
     if attention.output_gate != "none":
         gated = replace(base, heads=attention.heads, width=_gated_width(attention), deterministic=False)
         calls |= _both("output_gate", gated)
@@ -127,7 +128,9 @@ def _lines(backend: str, calls: dict[str, Call]) -> Iterator[str]:
     for operation, call in calls.items():
         problem, chosen = "", ""
         try:
-            asked = "auto" if operation.startswith("output_gate") else backend  # it takes no backend
+            # A gate takes no backend, and a composed operation hands a name that is not its own to its parts.
+            takes = operation.startswith("dsa_attention") and all(row.name != backend for row in TABLE[operation])
+            asked = "auto" if takes or operation.startswith("output_gate") else backend
             chosen = choose(operation, call, asked).name
         except BackendUnavailable as error:
             problem = str(error).removeprefix(f"{operation}: ")

@@ -1,5 +1,6 @@
 """The fused operation is its two parts, bit for bit, and gradients do not cross between them."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from dsattn.backends import Call, Choice
 from dsattn.errors import BackendUnavailable, InputError
 from dsattn.keys import Layout
 from dsattn.ops import distill, dsa, dsa_attention, indexer_kl, sparse_mla
@@ -210,3 +212,26 @@ def test_unknown_backend_raises() -> None:
     case = make_case("padded")
     with pytest.raises(BackendUnavailable, match="no backend named 'abacus'"):
         fused(case, **leaves(case), backend="abacus")
+
+
+def test_the_parts_are_served_by_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel for one part serves it inside too, and a name is handed to the parts."""
+    asked = []
+    module = sys.modules["dsattn.ops.sparse_mla"]  # `dsattn.ops.sparse_mla` is the function
+    choose = module.choose
+
+    def record(operation: str, call: Call, backend: str = "auto") -> Choice:
+        asked.append((operation, backend))
+        return choose(operation, call, backend)
+
+    monkeypatch.setattr(module, "choose", record)
+    case = make_case("packed")
+    selection = random_selection(case.keys, case.layout.num_keys, case.sizes.top_k)
+    operands = (case.q, case.kv, selection, case.q_i, case.k_i, case.w, case.keys)
+    flags = {"scale": case.scale, "kl_weight": 1.0, "value_dim": case.sizes.value_dim}
+    for backend, part in (("auto", "auto"), ("composed", "auto"), ("reference", "reference")):
+        asked.clear()
+        dsa_attention(*operands, **flags, backend=backend)
+        assert ("sparse_mla.forward", part) in asked
+    with pytest.raises(BackendUnavailable, match="no backend named 'nobody'"):
+        dsa_attention(*operands, **flags, backend="nobody")

@@ -3,7 +3,8 @@
 TABLE lists, for every operation, its implementations in order of preference. Each row says what a call must be like for
 it to serve. `choose` takes the first row whose requirements are met and remembers what it passed over; a name given by
 the user runs or raises. Forward and backward are separate rows, so one vendor's forward may meet another's backward.
-The row `reference` is the plain-torch implementation that lives beside the operation's formula in `dsattn.ops`.
+The row `reference` is the plain-torch implementation that lives beside the operation's formula in `dsattn.ops`;
+`composed` runs an operation's parts, each by its own rows.
 """
 
 import contextlib
@@ -92,6 +93,7 @@ def _always(_: Call) -> list[str]:
 
 
 REFERENCE = Row("reference", None, _always)
+COMPOSED = Row("composed", None, _always)
 
 OPERATIONS = (
     "indexer_scores.forward",
@@ -114,7 +116,11 @@ OPERATIONS = (
     "output_gate.backward",
 )
 
-TABLE: dict[str, tuple[Row, ...]] = dict.fromkeys(OPERATIONS, (REFERENCE,))
+TABLE: dict[str, tuple[Row, ...]] = {
+    **dict.fromkeys(OPERATIONS, (REFERENCE,)),
+    "dsa_attention.forward": (COMPOSED,),
+    "dsa_attention.backward": (COMPOSED,),
+}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ over all keys of the range (warm-up) or the selected ones. Source: DeepSeek-V3.2
 Letters: T query rows, S keys, H attention heads, G key groups, C key width, H_I / D indexer heads / width, K kept keys.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -111,7 +111,23 @@ def _index(selection: Selection | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if selection is None else (selection.index, selection.length)
 
 
-def _choose(direction: str, q_i: Tensor, k_i: Tensor, index: Tensor | None, deterministic: bool, backend: str) -> Any:
+Run = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def choose_forward(q_i: Tensor, k_i: Tensor, index: Tensor | None, deterministic: bool, backend: str) -> Run:
+    """Who serves the forward. A call that nobody can take backward fails here already."""
+    _choose("backward", q_i, k_i, index, deterministic, backend)
+    return _choose("forward", q_i, k_i, index, deterministic, backend) or forward_reference
+
+
+def choose_backward(q_i: Tensor, k_i: Tensor, index: Tensor | None, deterministic: bool, backend: str) -> Run:
+    """Who serves the backward."""
+    return _choose("backward", q_i, k_i, index, deterministic, backend) or backward_reference
+
+
+def _choose(
+    direction: str, q_i: Tensor, k_i: Tensor, index: Tensor | None, deterministic: bool, backend: str
+) -> Run | None:
     top_k = 0 if index is None else index.shape[1]
     rest = {"heads": q_i.shape[1], "width": q_i.shape[2], "top_k": top_k, "deterministic": deterministic}
     return choose(f"indexer_kl.{direction}", Call.of(q_i, k_i.shape[0], **rest), backend).function
@@ -137,8 +153,7 @@ def _forward(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _choose("backward", q_i, k_i, index, deterministic, backend)  # fails before the forward where it would after
-    run = _choose("forward", q_i, k_i, index, deterministic, backend) or forward_reference
+    run = choose_forward(q_i, k_i, index, deterministic, backend)
     keys = KeyRange(start, stop)
     return run(q_i, k_i, w, q, kv, lse, index, length, keys, real, divisor, scale, relu, group)
 
@@ -172,7 +187,7 @@ def _backward(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run = _choose("backward", q_i, k_i, index, deterministic, backend) or backward_reference
+    run = choose_backward(q_i, k_i, index, deterministic, backend)
     keys, row_scale = KeyRange(start, stop), torch.where(real, grad / divisor, 0.0)
     operands = (q_i, k_i, w, q, kv, lse, index, length, keys, real)
     return run(row_scale, *operands, score_lse, mass, scale, relu, group, deterministic)

@@ -1,7 +1,8 @@
 """Sparse attention and the indexer's loss on the same selection, as one operation whose parts may share work.
 
 The backward of attention recomputes the probabilities whose head sum is the loss's target, so a fused backend gets the
-target for free; `sparse_mla` and `indexer_kl` on the selection are its oracle and the reference here.
+target for free. Where there is none, the row `composed` runs `sparse_mla` and `indexer_kl` one after the other, each by
+whichever backend serves it; they are also a fused backend's oracle.
 Letters: T query rows, S keys, H heads, C latent width, V value width, H_I / D indexer heads / width.
 """
 
@@ -9,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsattn.backends import Call, choose, resolve_deterministic
+from dsattn.backends import TABLE, Call, choose, resolve_deterministic
 from dsattn.keys import KeyRange
 from dsattn.ops import softmax
 from dsattn.ops.distill import check_kl, row_weights
-from dsattn.ops.distill_reference import backward_reference as kl_backward
-from dsattn.ops.distill_reference import forward_reference as kl_forward
+from dsattn.ops.distill import choose_backward as kl_backward
+from dsattn.ops.distill import choose_forward as kl_forward
 from dsattn.ops.indexer import wide_dtype
 from dsattn.ops.operator import operator
-from dsattn.ops.sparse_mla import backward_reference as attention_backward
 from dsattn.ops.sparse_mla import check_mla, check_selection
-from dsattn.ops.sparse_mla import forward_reference as attention_forward
+from dsattn.ops.sparse_mla import choose_backward as attention_backward
+from dsattn.ops.sparse_mla import choose_forward as attention_forward
 from dsattn.selection import Selection
 
 
@@ -60,7 +61,9 @@ def dsa_attention(
 def _choose(direction: str, q: Tensor, kv: Tensor, index: Tensor, value_dim: int, deterministic: bool, backend: str):
     rest = {"heads": q.shape[1], "width": q.shape[2], "value_width": value_dim, "top_k": index.shape[1]}
     call = Call.of(q, kv.shape[0], deterministic=deterministic, **rest)
-    return choose(f"dsa_attention.{direction}", call, backend).function
+    operation = f"dsa_attention.{direction}"
+    named = any(row.name == backend for row in TABLE[operation])  # any other name is for the parts
+    return choose(operation, call, backend if named else "auto").function
 
 
 @operator("dsa_attention")
@@ -86,9 +89,9 @@ def _forward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _choose("backward", q, kv, index, value_dim, deterministic, backend)
-    run = _choose("forward", q, kv, index, value_dim, deterministic, backend) or forward_reference
+    run = _choose("forward", q, kv, index, value_dim, deterministic, backend) or forward_composed
     indexer, rows = (q_i, k_i, w), (index, length, real, divisor, start, stop)
-    return run(q, kv, sink, indexer, rows, (scale, kl_weight, relu, group), value_dim)
+    return run(q, kv, sink, indexer, rows, (scale, kl_weight, relu, group, deterministic, backend), value_dim)
 
 
 @_forward.register_fake
@@ -125,10 +128,10 @@ def _backward(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    run = _choose("backward", q, kv, index, out.shape[-1], deterministic, backend) or backward_reference
+    run = _choose("backward", q, kv, index, out.shape[-1], deterministic, backend) or backward_composed
     indexer, rows = (q_i, k_i, w), (index, length, real, divisor, start, stop)
-    saved, flags = (out, lse, score_lse, mass), (scale, kl_weight, relu, group)
-    grads = run(grad_out, grad_kl, q, kv, sink, indexer, rows, saved, flags, deterministic)
+    saved, flags = (out, lse, score_lse, mass), (scale, kl_weight, relu, group, deterministic, backend)
+    grads = run((grad_out, grad_kl), q, kv, sink, indexer, rows, saved, flags)
     dq, dkv, dq_i, dk_i, dw = grads
     dsink = q.new_empty(0) if sink is None else softmax.sink_gradient(out, grad_out, lse, sink)
     return dq, dkv, dsink, dq_i, dk_i, dw
@@ -157,43 +160,55 @@ def _autograd(ctx, grad_out, _, grad_kl, *rest):
 _forward.register_autograd(_autograd, setup_context=_setup)
 
 
-def forward_reference(
+Flags = tuple[float, float, bool, str, bool, str]  # scale, kl_weight, relu, group, deterministic, backend
+
+
+def forward_composed(
     q: Tensor,
     kv: Tensor,
     sink: Tensor | None,
     indexer: tuple[Tensor, ...],
     rows: tuple[Tensor, ...],
-    flags: tuple[float, float, bool, str],
+    flags: Flags,
     value_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out, lse, weighted kl, log-sum-exp of the scores, mass of the target): the two references in turn."""
+    """(out, lse, weighted kl, log-sum-exp of the scores, mass of the target): the two operations in turn."""
     q_i, k_i, w = indexer
     index, length, real, divisor, start, stop = rows
-    scale, kl_weight, relu, group = flags
-    out, lse = attention_forward(q, kv, index, length, sink, scale, value_dim)
+    scale, kl_weight, relu, group, deterministic, backend = flags
+    backend = _of_parts(backend)
+    attend = attention_forward(q, kv, index, value_dim, deterministic, backend)
+    distill = kl_forward(q_i, k_i, index, deterministic, backend)
+    out, lse = attend(q, kv, index, length, sink, scale, value_dim)
     keys = KeyRange(start, stop)
-    kl, score_lse, mass = kl_forward(q_i, k_i, w, q, kv, lse, index, length, keys, real, divisor, scale, relu, group)
+    kl, score_lse, mass = distill(q_i, k_i, w, q, kv, lse, index, length, keys, real, divisor, scale, relu, group)
     return out, lse, kl * kl_weight, score_lse, mass
 
 
-def backward_reference(
-    grad_out: Tensor,
-    grad_kl: Tensor,
+def backward_composed(
+    grads: tuple[Tensor, Tensor],
     q: Tensor,
     kv: Tensor,
     sink: Tensor | None,
     indexer: tuple[Tensor, ...],
     rows: tuple[Tensor, ...],
     saved: tuple[Tensor, ...],
-    flags: tuple[float, float, bool, str],
-    deterministic: bool,
+    flags: Flags,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dkv, dq_i, dk_i, dw)."""
+    """(dq, dkv, dq_i, dk_i, dw), given those of out and of the weighted kl."""
+    grad_out, grad_kl = grads
     q_i, k_i, w = indexer
     index, length, real, divisor, start, stop = rows
     out, lse, score_lse, mass = saved
-    scale, kl_weight, relu, group = flags
-    dq, dkv = attention_backward(grad_out, q, kv, index, length, sink, out, lse, scale, deterministic)
+    scale, kl_weight, relu, group, deterministic, backend = flags
+    backend = _of_parts(backend)
+    attend = attention_backward(q, kv, index, out.shape[-1], deterministic, backend)
+    distill = kl_backward(q_i, k_i, index, deterministic, backend)
+    dq, dkv = attend(grad_out, q, kv, index, length, sink, out, lse, scale, deterministic)
     row_scale, keys = torch.where(real, grad_kl * kl_weight / divisor, 0.0), KeyRange(start, stop)
     target = (q, kv, lse, index, length, keys, real, score_lse, mass)
-    return dq, dkv, *kl_backward(row_scale, q_i, k_i, w, *target, scale, relu, group, deterministic)
+    return dq, dkv, *distill(row_scale, q_i, k_i, w, *target, scale, relu, group, deterministic)
+
+
+def _of_parts(backend: str) -> str:
+    return "auto" if backend == "composed" else backend

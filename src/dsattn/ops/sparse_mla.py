@@ -6,6 +6,8 @@ Source: DeepSeek-V2, arXiv 2405.04434 (absorption); DeepSeek-V3.2, arXiv 2512.02
 Letters: T query rows, S keys, H heads, C latent width, V value width, K kept keys.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -84,6 +86,23 @@ def _call(q: Tensor, kv: Tensor, index: Tensor, value_dim: int, deterministic: b
     return Call.of(q, kv.shape[0], deterministic=deterministic, **rest)
 
 
+def choose_forward(
+    q: Tensor, kv: Tensor, index: Tensor, value_dim: int, deterministic: bool, backend: str
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Who serves the forward. A call that nobody can take backward fails here already."""
+    call = _call(q, kv, index, value_dim, deterministic)
+    choose("sparse_mla.backward", call, backend)
+    return choose("sparse_mla.forward", call, backend).function or forward_reference
+
+
+def choose_backward(
+    q: Tensor, kv: Tensor, index: Tensor, value_dim: int, deterministic: bool, backend: str
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Who serves the backward."""
+    call = _call(q, kv, index, value_dim, deterministic)
+    return choose("sparse_mla.backward", call, backend).function or backward_reference
+
+
 @operator("sparse_mla")
 def _forward(
     q: Tensor,
@@ -96,9 +115,7 @@ def _forward(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    call = _call(q, kv, index, value_dim, deterministic)
-    choose("sparse_mla.backward", call, backend)  # a call that cannot go backward fails before it goes forward
-    run = choose("sparse_mla.forward", call, backend).function or forward_reference
+    run = choose_forward(q, kv, index, value_dim, deterministic, backend)
     return run(q, kv, index, length, sink, scale, value_dim)
 
 
@@ -121,8 +138,7 @@ def _backward(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = _call(q, kv, index, out.shape[-1], deterministic)
-    run = choose("sparse_mla.backward", call, backend).function or backward_reference
+    run = choose_backward(q, kv, index, out.shape[-1], deterministic, backend)
     dq, dkv = run(grad_out, q, kv, index, length, sink, out, lse, scale, deterministic)
     dsink = q.new_empty(0) if sink is None else softmax.sink_gradient(out, grad_out, lse, sink)
     return dq, dkv, dsink
