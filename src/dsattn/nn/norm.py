@@ -30,13 +30,13 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(width, eps=eps)
         self.fp32 = fp32
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., D] -> the same shape and dtype."""
-        wide = torch.promote_types(x.dtype, self.weight.dtype)
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., D] -> the same shape and dtype."""
+        wide = torch.promote_types(input.dtype, self.weight.dtype)
         if self.fp32:
             wide = torch.promote_types(wide, torch.float32)
         weight, bias = self.weight.to(wide), self.bias.to(wide)
-        return F.layer_norm(x.to(wide), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+        return F.layer_norm(input.to(wide), self.normalized_shape, weight, bias, self.eps).to(input.dtype)
 
 
 def hadamard(x: Tensor) -> Tensor:

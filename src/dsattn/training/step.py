@@ -32,7 +32,7 @@ class Losses:
         return sum(self.kl.values()) / len(self.kl) if self.kl else None
 
 
-def compute(train: TrainConfig, device: torch.device) -> contextlib.AbstractContextManager[None]:
+def compute(train: TrainConfig, device: torch.device) -> torch.autocast:
     """The arithmetic of `train.dtype` on `device`."""
     return torch.autocast(device.type, torch.bfloat16, enabled=train.dtype == "bfloat16")
 
