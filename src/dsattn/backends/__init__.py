@@ -10,6 +10,7 @@ The row `reference` is the plain-torch implementation that lives beside the oper
 import contextlib
 import functools
 import importlib
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -92,6 +93,19 @@ def _always(_: Call) -> list[str]:
     return []
 
 
+def _triton(file: str) -> Row:
+    """Our Triton kernels in `backends/triton/`: nothing is imported before a call is on a GPU and Triton is there."""
+
+    def requirements(call: Call) -> list[str]:
+        if call.device != "cuda":
+            return ["a CUDA GPU"]
+        if importlib.util.find_spec("triton") is None:
+            return ["the package triton"]
+        return importlib.import_module(f"dsattn.backends.triton.{file}").requirements(call)
+
+    return Row("triton", f"triton.{file}", requirements)
+
+
 REFERENCE = Row("reference", None, _always)
 COMPOSED = Row("composed", None, _always)
 
@@ -118,6 +132,10 @@ OPERATIONS = (
 
 TABLE: dict[str, tuple[Row, ...]] = {
     **dict.fromkeys(OPERATIONS, (REFERENCE,)),
+    "select_topk": (_triton("select"), REFERENCE),
+    "select_keys": (_triton("select"), REFERENCE),
+    "sparse_mla.forward": (_triton("sparse_mla"), REFERENCE),
+    "sparse_mla.backward": (_triton("sparse_mla"), REFERENCE),
     "dsa_attention.forward": (COMPOSED,),
     "dsa_attention.backward": (COMPOSED,),
 }

@@ -1,0 +1,1 @@
+"""Our kernels in Triton: one file an operation, for any GPU that Triton compiles for."""

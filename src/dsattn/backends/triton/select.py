@@ -1,0 +1,538 @@
+"""Selection on any GPU that Triton serves: scores of a block of rows into a buffer, then the exact top-k of every row.
+
+Scores. A program multiplies one tile of keys with all heads of a few query rows and sums the heads in its registers.
+Head bits are the low bits of a tile's columns, so every row is summed by the same tree, and products are not fused with
+sums (the compiler might fuse differently from place to place): a score's bits come from its row and key alone.
+
+Top-k. One program a row, no atomics. Scores become int32 of the same order. Rows of up to CAPACITY keys are held in
+registers and their cut-off is found by bisection. Longer rows are sampled first; a pass over the row keeps, in key
+order, all that reach a pivot which about (K + CAPACITY) / 2 scores are expected to reach, and counts. Between K and
+CAPACITY of them: they are what a short row would be. Otherwise the counts narrow the interval and the pass is repeated:
+the pivot is luck, the result is not. Where a pivot's ties alone cross K, it is the cut-off. A last pass, over the
+candidates or the row, writes what is above the cut-off and the first of what equals it.
+
+Letters: R rows and H padded heads of a tile, N its keys, D padded width, K kept keys.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsattn.backends import Call
+from dsattn.errors import BackendUnavailable
+
+MOST_TOP_K = 4096
+_MOST_HEADS = 64
+_MOST_WIDTH = 128
+_DTYPES = ("bfloat16", "float16", "float32")
+
+_NOTHING = tl.constexpr(-(2**31))  # NaN, -inf
+_LOWEST = tl.constexpr(-0x7F800000)  # the lowest finite score
+_BEYOND = tl.constexpr(0x7F800001)  # one above +inf
+_BAND = tl.constexpr(16)  # row tiles that read the same keys at about the same time
+
+_CHUNK = 4096  # keys of one scoring program at most
+_SAMPLE = 4096
+_WARPS = 16
+_BLOCK = 4 * 32 * _WARPS  # four scores a thread
+_REGISTERS = {} if torch.version.hip else {"maxnreg": 64}  # two programs a processor; AMD's compiler has no such option
+_SCORE_BYTES = 4
+_CANDIDATE_BYTES = 8  # a score and its key
+
+
+def requirements(call: Call) -> list[str]:
+    """What `call` lacks to be served here, for `select_keys` and `select_topk`."""
+    needs = {
+        "a CUDA GPU of compute capability 8.0 or above": call.device == "cuda" and call.capability >= 80,
+        f"operands in {', '.join(_DTYPES)}": call.dtype in _DTYPES,
+        f"at most {_MOST_HEADS} indexer heads": call.heads <= _MOST_HEADS,
+        f"an indexer width of at most {_MOST_WIDTH}": call.width <= _MOST_WIDTH,
+        f"top_k of at most {MOST_TOP_K}": call.top_k <= MOST_TOP_K,
+    }
+    return [need for need, met in needs.items() if not met]
+
+
+def select_topk(scores: Tensor, start: Tensor, stop: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """(index [T, K], length [T]) of scores [T, S] in bf16, fp16 or fp32: the arguments of `topk_reference`."""
+    rows = scores.shape[0]
+    index = torch.empty(rows, top_k, dtype=torch.int32, device=scores.device)
+    length = torch.empty(rows, dtype=torch.int32, device=scores.device)
+    if scores.stride(1) != 1:
+        scores = scores.contiguous()
+    _rank(scores, scores.shape[1], start, stop, index, length, index.new_empty(rows, 0, dtype=torch.float32))
+    return index, length
+
+
+def select_keys(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    top_k: int,
+    relu: bool,
+    return_scores: bool,
+    block_bytes: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(index [T, K], length [T], score [T, K] or [T, 0]): the arguments of `select_reference`.
+
+    A block of at least one row is scored at once, over all keys: 4 bytes a key are the least `block_bytes` can mean.
+    Raises BackendUnavailable where k or w is fp64, which dispatch cannot see in q.
+    """
+    if torch.float64 in (q.dtype, k.dtype, w.dtype):
+        raise BackendUnavailable("select_keys: fp64 operands need backend='reference'; cast q, k and w alike")
+    rows, keys, device = q.shape[0], k.shape[0], q.device
+    index = torch.empty(rows, top_k, dtype=torch.int32, device=device)
+    length = torch.empty(rows, dtype=torch.int32, device=device)
+    score = torch.empty(rows, top_k if return_scores else 0, dtype=torch.float32, device=device)
+    if q.dtype != k.dtype:
+        q, k = q.to(torch.promote_types(q.dtype, k.dtype)), k.to(torch.promote_types(q.dtype, k.dtype))
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    step = _rows_of_block(rows, keys, top_k, block_bytes, device)
+    buffer = torch.empty(step, _padded(keys), dtype=torch.float32, device=device)
+    for first in range(0, rows, step):
+        part = slice(first, min(first + step, rows))
+        ranges = start[part], stop[part]
+        scores = buffer[: part.stop - first]
+        _score(q[part], k, w[part], *ranges, relu, scores)
+        _rank(scores, keys, *ranges, index[part], length[part], score[part])
+    return index, length, score
+
+
+def _rows_of_block(rows: int, keys: int, top_k: int, block_bytes: int, device: torch.device) -> int:
+    """Rows whose scores, with the candidates of those ranked at once, fit: as even as the number of blocks allows."""
+    row_bytes = _SCORE_BYTES * _padded(keys)
+    beside = _CANDIDATE_BYTES * _capacity(top_k) if _needs_candidates(keys, top_k) else 0
+    most = max((block_bytes - _programs(device) * beside) // row_bytes, block_bytes // (row_bytes + beside), 1)
+    return triton.cdiv(rows, triton.cdiv(rows, most)) if rows else 1
+
+
+def _padded(keys: int) -> int:
+    """Columns of the buffer: whole tiles of keys, so that neither kernel meets its edge."""
+    return max(triton.cdiv(keys, 64), 1) * 64
+
+
+def _capacity(top_k: int) -> int:
+    return max(4 * triton.next_power_of_2(top_k), _SAMPLE)
+
+
+def _needs_candidates(keys: int, top_k: int) -> bool:
+    return keys > _capacity(top_k)
+
+
+def _programs(device: torch.device) -> int:
+    """Rows ranked at once: as many programs as the processors hold."""
+    return 4 * _processors(device)
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _score(q: Tensor, k: Tensor, w: Tensor, start: Tensor, stop: Tensor, relu: bool, scores: Tensor) -> None:
+    """Fill `scores` [rows, whole tiles of keys] wherever a row may read; elsewhere anything may stand."""
+    (rows, heads, width), keys = q.shape, k.shape[0]
+    if not rows or not keys:
+        return
+    exact = q.dtype == torch.float32
+    padded_width = max(triton.next_power_of_2(width), 16)
+    columns = 128 if exact else 256
+    tile_heads = max(triton.next_power_of_2(heads), 4)
+    tiles = triton.cdiv(rows, columns // tile_heads)
+    chunk = _CHUNK
+    while chunk > 256 and tiles * triton.cdiv(keys, chunk) < 8 * _processors(q.device):
+        chunk //= 2
+    bands = triton.cdiv(tiles, _BAND.value)
+    _score_kernel[(bands * _BAND.value * triton.cdiv(keys, chunk),)](
+        q,
+        k,
+        w,
+        start,
+        stop,
+        scores,
+        rows,
+        keys,
+        tiles,
+        triton.cdiv(keys, chunk),
+        chunk // 64,
+        scores.stride(0) // 64,
+        *q.stride()[:2],
+        k.stride(0),
+        *w.stride(),
+        start.stride(0),
+        stop.stride(0),
+        HEADS=heads,
+        WIDTH=width,
+        TILE_HEADS=tile_heads,
+        TILE_ROWS=columns // tile_heads,
+        TILE_KEYS=64,
+        TILE_WIDTH=padded_width,
+        STEP_WIDTH=16 if exact else padded_width,
+        RELU=relu,
+        num_warps=4,
+        num_stages=3,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("rows", "keys", "tiles", "chunks", "chunk_tiles", "scores_stride", "w_row", "w_head", "start_row", "stop_row")
+    ]
+)
+def _score_kernel(
+    q_ptr,
+    k_ptr,
+    w_ptr,
+    start_ptr,
+    stop_ptr,
+    scores_ptr,
+    rows,
+    keys,
+    tiles,
+    chunks,
+    chunk_tiles,
+    scores_stride,
+    q_row,
+    q_head,
+    k_row,
+    w_row,
+    w_head,
+    start_row,
+    stop_row,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
+    STEP_WIDTH: tl.constexpr,
+    RELU: tl.constexpr,
+):
+    """Scores of TILE_ROWS rows against a chunk of keys. scores_stride and chunk_tiles count tiles of TILE_KEYS."""
+    COLUMNS: tl.constexpr = TILE_ROWS * TILE_HEADS
+    program = tl.program_id(0)
+    band = program // (_BAND * chunks)
+    chunk = (program // _BAND) % chunks
+    tile = tiles - 1 - (band * _BAND + program % _BAND)  # the last rows first: causal rows are longest there
+    if tile < 0:
+        return
+    first_row = tile.to(tl.int64) * TILE_ROWS
+    row_R = first_row + tl.arange(0, TILE_ROWS)
+    start_R = tl.load(start_ptr + row_R * start_row, mask=row_R < rows, other=0)
+    stop_R = tl.minimum(tl.load(stop_ptr + row_R * stop_row, mask=row_R < rows, other=0), keys)
+    begin = tl.min(tl.where(start_R < stop_R, tl.maximum(start_R, 0), keys))
+    end = tl.max(tl.where(start_R < stop_R, stop_R, 0))
+    begin = tl.maximum(begin // TILE_KEYS, chunk * chunk_tiles)
+    end = tl.minimum(tl.cdiv(end, TILE_KEYS), (chunk + 1) * chunk_tiles)
+    if begin >= end:
+        return
+
+    column_C = tl.arange(0, COLUMNS)
+    row_C = first_row + column_C // TILE_HEADS
+    head_C = column_C % TILE_HEADS
+    live_C = (row_C < rows) & (head_C < HEADS)
+    w_C = tl.load(w_ptr + row_C * w_row + head_C * w_head, mask=live_C, other=0.0).to(tl.float32)
+    d_D = tl.arange(0, STEP_WIDTH)
+    n_N = tl.arange(0, TILE_KEYS)
+    q_base_C1 = (q_ptr + row_C * q_row + head_C * q_head)[:, None]
+    q_CD = tl.load(q_base_C1 + d_D[None, :], mask=live_C[:, None] & (d_D < WIDTH)[None, :], other=0.0)
+    wide_tile = tl.full((), TILE_KEYS, tl.int64)
+    for n in range(begin, end):
+        key_N = n * TILE_KEYS + n_N
+        k_base_N1 = (k_ptr + wide_tile * n * k_row) + (n_N * k_row)[:, None]
+        k_ND = tl.load(k_base_N1 + d_D[None, :], mask=(key_N < keys)[:, None] & (d_D < WIDTH)[None, :], other=0.0)
+        dot_NC = tl.dot(k_ND, tl.trans(q_CD), input_precision="ieee")
+        if STEP_WIDTH < TILE_WIDTH:  # fp32 products are unrolled by the compiler: in steps
+            for d in range(STEP_WIDTH, TILE_WIDTH, STEP_WIDTH):
+                more_D = d + d_D
+                more_CD = tl.load(
+                    q_base_C1 + more_D[None, :], mask=live_C[:, None] & (more_D < WIDTH)[None, :], other=0.0
+                )
+                mask_ND = (key_N < keys)[:, None] & (more_D < WIDTH)[None, :]
+                more_ND = tl.load(k_base_N1 + more_D[None, :], mask=mask_ND, other=0.0)
+                dot_NC = tl.dot(more_ND, tl.trans(more_CD), dot_NC, input_precision="ieee")
+        if RELU:
+            dot_NC = tl.maximum(dot_NC, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        part_NC = dot_NC * w_C[None, :]
+        if HEADS < TILE_HEADS:  # 0 * inf, of a padded head and an infinite key, must not be met
+            part_NC = tl.where((head_C < HEADS)[None, :], part_NC, 0.0)
+        score_NR = tl.sum(tl.reshape(part_NC, (TILE_KEYS, TILE_ROWS, TILE_HEADS)), 2)
+        out_NR = scores_ptr + (row_R * scores_stride * TILE_KEYS)[None, :] + key_N[:, None]
+        tl.store(out_NR, score_NR, mask=(row_R < rows)[None, :])
+
+
+def _rank(
+    scores: Tensor, keys: int, start: Tensor, stop: Tensor, index: Tensor, length: Tensor, picked: Tensor
+) -> None:
+    """Fill index, length and, where it has columns, picked, from the first `keys` columns of scores."""
+    rows, top_k = index.shape
+    if not rows:
+        return
+    device, capacity = scores.device, _capacity(top_k)
+    programs = min(rows, _programs(device))
+    spare = (programs, capacity if _needs_candidates(keys, top_k) else 0)
+    _rank_kernel[(programs,)](
+        scores,
+        start,
+        stop,
+        index,
+        length,
+        picked,
+        torch.empty(spare, dtype=torch.float32, device=device),
+        torch.empty(spare, dtype=torch.int32, device=device),
+        rows,
+        keys,
+        scores.stride(0),
+        spare[1],
+        start.stride(0),
+        stop.stride(0),
+        top_k,
+        CAPACITY=capacity,
+        SAMPLE=_SAMPLE,
+        BLOCK=_BLOCK,
+        SCORES=picked.shape[1] > 0,
+        num_warps=_WARPS,
+        **_REGISTERS,
+    )
+
+
+@triton.jit
+def _load(row_ptr, slot, count):
+    """fp32 scores; -inf from `count` on."""
+    return tl.load(row_ptr + slot, mask=slot < count, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _ordered(score):
+    """int32 in the order of the scores, -0.0 as +0.0; _NOTHING for NaN and -inf."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(score > float("-inf"), order, _NOTHING)
+
+
+@triton.jit
+def _value(order):
+    """The score that `_ordered` maps to `order`."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _middle(low, high):
+    """floor((low + high) / 2) without overflow."""
+    return (low & high) + ((low ^ high) >> 1)
+
+
+@triton.jit
+def _cutoff(order, low, least, most):
+    """The cut-off of at least `low` that between `least` and `most` reach.
+
+    The highest that `least` reach, where ties leave no such; `low`, where fewer than `least` reach it.
+    """
+    high = tl.maximum(tl.max(order), low) + 1
+    reach = tl.sum((order >= low).to(tl.int32))
+    while (reach > most) & (low + 1 < high):
+        middle = _middle(low, high)
+        count = tl.sum((order >= middle).to(tl.int32))
+        low = tl.where(count >= least, middle, low)
+        high = tl.where(count >= least, high, middle)
+        reach = tl.where(count >= least, count, reach)
+    return low
+
+
+@triton.jit
+def _counted(order, cutoff):
+    """(the cut-off as a score, how many exceed it, how many reach it)."""
+    return _value(cutoff), tl.sum((order > cutoff).to(tl.int32)), tl.sum((order >= cutoff).to(tl.int32))
+
+
+@triton.jit
+def _sampled_cutoff(row_ptr, count, share, SAMPLE: tl.constexpr):
+    """What about `share` of the row's `count` scores reach, by SAMPLE of them: sectors of memory, evenly spread."""
+    SECTOR: tl.constexpr = 8
+    at = tl.arange(0, SAMPLE)
+    sectors = (count // SECTOR).to(tl.int64)
+    slot = ((at // SECTOR) * sectors // (SAMPLE // SECTOR)).to(tl.int32) * SECTOR + at % SECTOR
+    wanted = tl.maximum((share * SAMPLE // count).to(tl.int32), 1)
+    lowest = tl.full((), _LOWEST, tl.int32)
+    return _cutoff(_ordered(_load(row_ptr, slot, count)), lowest, wanted - wanted // 8, wanted + wanted // 8)
+
+
+@triton.jit
+def _slots(block, BLOCK: tl.constexpr):
+    """[BLOCK / 4, 4] slots, column by column: so stored, threads follow slots, as they do in a store to any place."""
+    return block + tl.arange(0, BLOCK // 4)[:, None] + tl.arange(0, 4)[None, :] * (BLOCK // 4)
+
+
+@triton.jit
+def _places(kept_BA):
+    """How many of [B, 4] are kept before each, column after column, and how many in all; B is at most 2**13.
+
+    Four counts share an int64, 16 bits each, so that one scan over B serves all four columns.
+    """
+    shift_1A = 16 * tl.arange(0, 4)[None, :].to(tl.int64)
+    packed_B = tl.sum(kept_BA.to(tl.int64) << shift_1A, 1)
+    running_B = tl.cumsum(packed_B, 0)
+    sums = tl.max(running_B, 0) * 0x0001000100010001  # field by field: kept in this column and those before
+    before_B = running_B - packed_B + (sums << 16)
+    return ((before_B[:, None] >> shift_1A) & 0xFFFF).to(tl.int32), (sums >> 48).to(tl.int32)
+
+
+@triton.jit
+def _gather(row_ptr, count, pivot, score_ptr, slot_ptr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the first CAPACITY that reach the pivot, scores and slots; returns how many reach it."""
+    least = _value(pivot)
+    reach = tl.full((), 0, tl.int32)
+    for block in range(0, count, BLOCK):
+        slot = _slots(block, BLOCK)
+        score = _load(row_ptr, slot, count)
+        kept = score >= least
+        place, total = _places(kept)
+        fits = kept & (reach + place < CAPACITY)
+        tl.store(score_ptr + reach + place, score, mask=fits)
+        tl.store(slot_ptr + reach + place, slot, mask=fits)
+        reach += total
+    return reach
+
+
+@triton.jit
+def _count(row_ptr, count, pivot, BLOCK: tl.constexpr):
+    """(how many exceed the pivot, how many are valid at all)."""
+    least = _value(pivot)
+    both_BA = tl.zeros((BLOCK // 4, 4), tl.int64)
+    for block in range(0, count, BLOCK):
+        score = _load(row_ptr, _slots(block, BLOCK), count)
+        both_BA += (score > least).to(tl.int64) + ((score > float("-inf")).to(tl.int64) << 32)
+    both = tl.sum(tl.sum(both_BA, 1), 0)
+    return (both & 0xFFFFFFFF).to(tl.int32), (both >> 32).to(tl.int32)
+
+
+@triton.jit
+def _narrow(
+    row_ptr, count, top_k, score_ptr, slot_ptr, CAPACITY: tl.constexpr, SAMPLE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """(pivot, how many reach it), all that reach it being candidates, of which the first CAPACITY are written.
+
+    More than CAPACITY reach it only where it is the cut-off; fewer than top_k only where no more are valid.
+    """
+    low = tl.full((), _LOWEST, tl.int32)
+    high = tl.full((), _BEYOND, tl.int32)
+    share = ((top_k + CAPACITY) // 2).to(tl.int64)
+    pivot = _sampled_cutoff(row_ptr, count, share, SAMPLE)
+    reach = tl.full((), 0, tl.int32)
+    searching = tl.full((), 1, tl.int32)
+    while searching > 0:
+        tl.debug_barrier()  # every thread has read the candidates of the pass, or row, before
+        reach = _gather(row_ptr, count, pivot, score_ptr, slot_ptr, CAPACITY, BLOCK)
+        searching = ((reach < top_k) | (reach > CAPACITY)).to(tl.int32)
+        if searching > 0:
+            exceed, valid = _count(row_ptr, count, pivot, BLOCK)
+            enough = reach >= top_k
+            settled = (enough & (exceed < top_k)) | (~enough & (reach == valid))
+            searching = tl.where(settled, 0, 1)
+            if searching > 0:
+                low = tl.where(enough, pivot, low)
+                high = tl.where(enough, high, pivot)
+                share = tl.where(enough, share // 2, share * 2)
+                next_pivot = _sampled_cutoff(row_ptr, count, share, SAMPLE)
+                next_pivot = tl.where((next_pivot > low) & (next_pivot < high), next_pivot, _middle(low, high))
+                pivot = tl.where(valid <= CAPACITY, _LOWEST, next_pivot)
+    tl.debug_barrier()  # the candidates are written
+    return pivot, reach
+
+
+@triton.jit
+def _write(
+    score_ptr,
+    slot_ptr,
+    count,
+    cutoff,
+    top_k,
+    begin,
+    out,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCORES: tl.constexpr,
+):
+    """Write, in order, all above the cut-off and the first that equal it, up to top_k; returns how many.
+
+    score_ptr: `count` scores of the slots in slot_ptr, or, without SLOTS, of slots 0 .. count - 1; slot 0 is key
+    `begin`. out: (index_ptr, picked_ptr). cutoff: (its value, how many exceed it, how many reach it).
+    """
+    index_ptr, picked_ptr = out
+    value, exceed, reach = cutoff
+    written = tl.full((), 0, tl.int32)
+    equal = tl.full((), 0, tl.int32)
+    for block in range(0, count, BLOCK):
+        slot = _slots(block, BLOCK)
+        score = _load(score_ptr, slot, count)
+        if SLOTS:
+            slot = tl.load(slot_ptr + slot, mask=slot < count, other=0)
+        taken = score >= value
+        if reach > top_k:  # too many ties
+            place, total = _places(score == value)
+            taken = (score > value) | ((score == value) & (equal + place < top_k - exceed))
+            equal += total
+        place, total = _places(taken)
+        tl.store(index_ptr + written + place, begin + slot, mask=taken)
+        if SCORES:
+            tl.store(picked_ptr + written + place, score, mask=taken)
+        written += total
+    return written
+
+
+@triton.jit(do_not_specialize=["rows", "keys", "scores_row", "spare_row", "start_row", "stop_row", "top_k"])
+def _rank_kernel(
+    scores_ptr,
+    start_ptr,
+    stop_ptr,
+    index_ptr,
+    length_ptr,
+    picked_ptr,
+    spare_score_ptr,
+    spare_slot_ptr,
+    rows,
+    keys,
+    scores_row,
+    spare_row,
+    start_row,
+    stop_row,
+    top_k,
+    CAPACITY: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCORES: tl.constexpr,
+):
+    """Top-k of every num_programs-th row; spare_*: a row of CAPACITY candidates for every program."""
+    program = tl.program_id(0).to(tl.int64)
+    spare_score_ptr += program * spare_row
+    spare_slot_ptr += program * spare_row
+    row = program
+    while row < rows:
+        begin = tl.minimum(tl.maximum(tl.load(start_ptr + row * start_row), 0), keys)
+        count = tl.maximum(tl.minimum(tl.load(stop_ptr + row * stop_row), keys) - begin, 0)
+        row_ptr = scores_ptr + row * scores_row + begin
+        out = (index_ptr + row * top_k, picked_ptr + row * top_k)
+        if count <= CAPACITY:
+            order = _ordered(_load(row_ptr, tl.arange(0, CAPACITY), count))
+            cutoff = _counted(order, _cutoff(order, tl.full((), _LOWEST, tl.int32), top_k, top_k))
+            length = _write(row_ptr, spare_slot_ptr, count, cutoff, top_k, begin, out, False, BLOCK, SCORES)
+        else:
+            pivot, held = _narrow(row_ptr, count, top_k, spare_score_ptr, spare_slot_ptr, CAPACITY, SAMPLE, BLOCK)
+            if held <= CAPACITY:
+                order = _ordered(_load(spare_score_ptr, tl.arange(0, CAPACITY), held))
+                cutoff = _counted(order, _cutoff(order, pivot, top_k, top_k))
+                length = _write(spare_score_ptr, spare_slot_ptr, held, cutoff, top_k, begin, out, True, BLOCK, SCORES)
+            else:
+                exceed, _ = _count(row_ptr, count, pivot, BLOCK)
+                cutoff = (_value(pivot), exceed, held)
+                length = _write(row_ptr, spare_slot_ptr, count, cutoff, top_k, begin, out, False, BLOCK, SCORES)
+        tl.store(length_ptr + row, length)
+        for block in range(length // BLOCK * BLOCK, top_k, BLOCK):
+            place = block + tl.arange(0, BLOCK)
+            empty = (place >= length) & (place < top_k)
+            tl.store(out[0] + place, -1, mask=empty)
+            if SCORES:
+                tl.store(out[1] + place, float("-inf"), mask=empty)
+        row += tl.num_programs(0)

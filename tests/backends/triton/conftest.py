@@ -1,0 +1,73 @@
+"""Where kernels run: on the GPU, or without one in Triton's interpreter, in a process of its own.
+
+A test that takes `device` launches kernels. Without a GPU it is left out here; the fixture `interpret` runs a file's
+left-out tests in a fresh interpreter, because Triton reads TRITON_INTERPRET only when it is first imported.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+ROOT = Path(__file__).parents[3]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    if INTERPRETING:
+        dropped = [item for item in here if "interpret" in getattr(item, "fixturenames", ())]
+    elif torch.cuda.is_available():
+        dropped = []
+    else:
+        dropped = [item for item in here if "device" in getattr(item, "fixturenames", ())]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in dropped]
+
+
+@pytest.fixture
+def device() -> str:
+    """cuda, or cpu in the interpreter."""
+    if not INTERPRETING:
+        return "cuda"
+    _let_numbers_be_bounds()
+    return "cpu"
+
+
+@pytest.fixture
+def interpret() -> Callable[[str], int]:
+    """Run the kernel tests of a file in Triton's interpreter; returns how many passed."""
+
+    def run(path: str) -> int:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", path]
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        passed = re.search(r"(\d+) passed", done.stdout)
+        return int(passed[1]) if passed else 0
+
+    return run
+
+
+def _let_numbers_be_bounds() -> None:
+    """triton 3.6's interpreter gives `int` arrays of one element, which numpy 2.4 refuses: loop bounds need it."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+    if getattr(patch, "lets_numbers_be_bounds", False):
+        return
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    patched.lets_numbers_be_bounds = True
+    interpreter._patch_lang_tensor = patched
