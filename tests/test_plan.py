@@ -34,6 +34,17 @@ def model(attention: MLAConfig | GQAConfig = MLA, **dsa) -> ModelConfig:
     return ModelConfig(**sizes, attention=attention, dsa=DSAConfig(indexer=indexer, **dsa))
 
 
+@pytest.fixture(autouse=True)
+def bare_table(monkeypatch):
+    """The table without kernels."""
+    for operation, rows in list(backends.TABLE.items()):
+        monkeypatch.setitem(backends.TABLE, operation, rows[-1:])
+    remembered = backends._choose
+    remembered.cache_clear()
+    yield
+    remembered.cache_clear()
+
+
 @pytest.fixture
 def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -30,8 +31,14 @@ GPU = Call(device="cuda", capability=90, dtype="bfloat16", heads=64, width=576, 
 FORWARD, BACKWARD = "sparse_mla.forward", "sparse_mla.backward"
 
 
+SHIPPED = dict(TABLE)
+
+
 @pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
+def bare_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The table without kernels, and no choices remembered."""
+    for operation in OPERATIONS:
+        monkeypatch.setitem(TABLE, operation, SHIPPED[operation][-1:])
     backends._choose.cache_clear()
     yield
     backends._choose.cache_clear()
@@ -234,3 +241,43 @@ def test_a_call_that_cannot_go_backward_does_not_go_forward(monkeypatch: pytest.
 def test_unknown_operation_is_our_mistake() -> None:
     with pytest.raises(KeyError):
         choose("sparse_mla", Call())
+
+
+@pytest.fixture
+def shipped_table(bare_table: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for operation in OPERATIONS:
+        monkeypatch.setitem(TABLE, operation, SHIPPED[operation])
+
+
+KERNELS = ("select_topk", "select_keys", FORWARD, BACKWARD)
+
+
+@pytest.mark.usefixtures("shipped_table")
+def test_our_kernels_come_first_and_need_a_gpu() -> None:
+    for operation in KERNELS:
+        choice = choose(operation, Call())
+        assert choice.name == "reference"
+        assert choice.passed_over == (("triton", "a CUDA GPU"),)
+        with pytest.raises(BackendUnavailable, match="triton needs a CUDA GPU"):
+            choose(operation, Call(), "triton")
+    assert {op for op in OPERATIONS if any(row.name == "triton" for row in TABLE[op])} == set(KERNELS)
+
+
+@pytest.mark.usefixtures("shipped_table")
+def test_our_kernels_serve_a_gpu_where_triton_is() -> None:
+    pytest.importorskip("triton", reason="needs triton: installed by the dev extra on Linux")
+    index = {"heads": 32, "width": 128}
+    for operation, call in ((FORWARD, GPU), (BACKWARD, GPU), ("select_keys", replace(GPU, **index))):
+        choice = choose(operation, call)
+        assert choice.name == "triton"
+        assert choice.function is not None
+        assert choice.function.__name__ == operation.replace(".", "_")
+    assert choose(FORWARD, replace(GPU, dtype="float64")).name == "reference"
+
+
+@pytest.mark.usefixtures("shipped_table")
+def test_without_the_package_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
+    choice = choose(FORWARD, GPU)
+    assert choice.name == "reference"
+    assert choice.passed_over == (("triton", "the package triton"),)

@@ -227,15 +227,16 @@ def test_requirements(changes: dict[str, object], lacks: list[str]) -> None:
     assert requirements(replace(base, **changes)) == lacks
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("heads", [1, 12, 16, 33, 64, 128])
 @pytest.mark.parametrize("width", [1, 16, 160, 512, 576])
 @pytest.mark.parametrize("shared", [232448, 166912, 101376])
-def test_tiles_fit(dtype: torch.dtype, heads: int, width: int, shared: int) -> None:
+def test_tiles_fit(heads: int, width: int, shared: int) -> None:
+    """Operands that stay in shared memory: q (and grad_out), and the tiles of keys in flight."""
     from dsattn.backends.triton.sparse_mla import backward_tiles, forward_tiles
 
-    forward, backward = (make(heads, width, dtype, shared) for make in (forward_tiles, backward_tiles))
+    forward, backward = (make(heads, width, torch.bfloat16, shared) for make in (forward_tiles, backward_tiles))
     for tiles, operands in ((forward, 1), (backward, 2)):
         assert min(tiles.heads, tiles.keys, tiles.chunk) >= 16
-        assert (operands * tiles.heads + tiles.num_stages * tiles.keys) * width * dtype.itemsize <= shared
+        assert tiles.heads // 2 < max(heads, 16)
+        assert (operands * tiles.heads + tiles.num_stages * tiles.keys) * width * 2 <= shared
         assert width // tiles.chunk <= 16

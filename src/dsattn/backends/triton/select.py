@@ -179,7 +179,8 @@ def _score(q: Tensor, k: Tensor, w: Tensor, start: Tensor, stop: Tensor, relu: b
 @triton.jit(
     do_not_specialize=[
         *("rows", "keys", "tiles", "chunks", "chunk_tiles", "scores_stride", "w_row", "w_head", "start_row", "stop_row")
-    ]
+    ],
+    do_not_specialize_on_alignment=["w_ptr", "start_ptr", "stop_ptr"],  # parts of tensors begin anywhere
 )
 def _score_kernel(
     q_ptr,
@@ -482,7 +483,10 @@ def _write(
     return written
 
 
-@triton.jit(do_not_specialize=["rows", "keys", "scores_row", "spare_row", "start_row", "stop_row", "top_k"])
+@triton.jit(
+    do_not_specialize=["rows", "keys", "scores_row", "spare_row", "start_row", "stop_row", "top_k"],
+    do_not_specialize_on_alignment=["scores_ptr", "start_ptr", "stop_ptr", "index_ptr", "length_ptr", "picked_ptr"],
+)
 def _rank_kernel(
     scores_ptr,
     start_ptr,

@@ -5,6 +5,7 @@ Everything that a kernel is compiled for comes from the model's geometry; token 
 Letters: T query rows, S keys, H heads, C latent width, V value width, K kept keys.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,12 @@ LN_2 = tl.constexpr(0.6931471805599453)
 SCRATCH_BYTES = 2**30
 # What one block of a Hopper or Blackwell data centre GPU may use; assumed where torch does not tell.
 SHARED_BYTES = 232448
+
+
+# Heads a program and keys a step, best first. Fewer than 64 heads in the backward means tensor core instructions whose
+# operands need a second copy in shared memory when a step has more than 32 keys.
+FORWARD_TILES = ((64, 64), (64, 32), (32, 64), (32, 32), (16, 64), (16, 32), (16, 16))
+BACKWARD_TILES = ((64, 64), (32, 32), (16, 32), (16, 16))
 
 
 class Tiles(NamedTuple):
@@ -368,29 +375,35 @@ def sparse_mla_backward(
 
 
 def forward_tiles(heads: int, width: int, dtype: torch.dtype, shared: int) -> Tiles:
-    """The largest tiles of the forward that fit `shared` bytes."""
-    return _tiles(heads, width, dtype, shared, widest=512, operands=1, num_stages=2)
+    """The first of FORWARD_TILES that fits: q stays in shared memory beside two tiles of keys."""
+    if dtype == torch.float32:
+        return _without_tensor_cores(width)
+    pairs = [pair for pair in FORWARD_TILES if (pair[0] + 2 * pair[1]) * width * dtype.itemsize <= shared]
+    return _tiles(pairs or FORWARD_TILES[-1:], heads, width, widest=512, num_stages=2)
 
 
 def backward_tiles(heads: int, width: int, dtype: torch.dtype, shared: int) -> Tiles:
-    """The largest tiles of the backward that fit `shared` bytes: q and grad_out stay there, one tile of keys beside."""
-    return _tiles(heads, width, dtype, shared, widest=64, operands=2, num_stages=1)
+    """The first of BACKWARD_TILES that fits: q and grad_out stay in shared memory beside one tile of keys."""
+    if dtype == torch.float32:
+        return _without_tensor_cores(width)
+    pairs = [pair for pair in BACKWARD_TILES if (2 * pair[0] + pair[1]) * width * dtype.itemsize <= shared]
+    return _tiles(pairs or BACKWARD_TILES[-1:], heads, width, widest=64, num_stages=1)
 
 
-def _tiles(
-    heads: int, width: int, dtype: torch.dtype, shared: int, *, widest: int, operands: int, num_stages: int
-) -> Tiles:
-    block, keys = min(64, max(16, triton.next_power_of_2(heads))), 64
-    if dtype == torch.float32:  # products without tensor cores hold whole operands in registers
-        block, keys, widest, num_stages = 16, 16, 64, 1
-    size = width * dtype.itemsize
-    while keys > 16 and (operands * block + num_stages * keys) * size > shared:
-        if keys == block or operands == 1:
-            keys //= 2
-        if keys < block:
-            block //= 2
-    chunk = min(widest, max(16, 1 << (max(width, 1).bit_length() - 1)))
-    return Tiles(block, keys, chunk, 8 if block * width > 8192 else 4, num_stages)
+def _tiles(pairs: Sequence[tuple[int, int]], heads: int, width: int, *, widest: int, num_stages: int) -> Tiles:
+    needed = max(16, triton.next_power_of_2(heads))
+    block, keys = next((pair for pair in pairs if pair[0] <= needed), pairs[-1])
+    return Tiles(block, keys, _chunk(width, widest), 8 if block * width > 8192 else 4, num_stages)
+
+
+def _without_tensor_cores(width: int) -> Tiles:
+    """fp32 products hold whole operands in registers: small tiles only."""
+    return Tiles(16, 16, _chunk(width, 64), 8 if width > 512 else 4, 1)
+
+
+def _chunk(width: int, widest: int) -> int:
+    """The largest power of two that `width` holds, between 16 and `widest`."""
+    return min(widest, max(16, 1 << (width.bit_length() - 1)))
 
 
 def shared_bytes(device: torch.device) -> int:
