@@ -18,7 +18,15 @@ pytest.importorskip("triton")
 INF, NAN = float("inf"), float("nan")
 SMALL = Layout.packed([5, 0, 1, 12], padded=[6, 2, 1, 12], total=23)
 # (H, C, V, K): one product or several, no rest, a padded rest, values that end inside a chunk or reach into the rest.
-SHAPES = [(4, 24, 16, 7), (1, 16, 16, 3), (3, 6, 5, 1), (5, 40, 39, 20), (17, 80, 64, 33), (2, 130, 20, 16), (2, 64, 1, 5)]
+SHAPES = [
+    (4, 24, 16, 7),
+    (1, 16, 16, 3),
+    (3, 6, 5, 1),
+    (5, 40, 39, 20),
+    (17, 80, 64, 33),
+    (2, 130, 20, 16),
+    (2, 64, 1, 5),
+]
 COMMON = Sizes(heads=5, width=24, value_dim=17, top_k=19)
 
 
@@ -112,7 +120,11 @@ def test_sinks_at_the_ends(device: str, sink: float) -> None:
     case = make_case(Layout.causal(6), Sizes(heads=2), device=device)
     case.sink.fill_(sink)
     selection = choose_keys(case)
-    assert_right(run(case, selection, case.sink), case, selection, case.sink)
+    got = run(case, selection, case.sink)
+    if sink == INF:  # torch's softmax cannot say it: all the mass is the sink's
+        assert not any(got[name].any() for name in ("out", "q", "kv"))
+    else:
+        assert_right(got, case, selection, case.sink)
 
 
 @pytest.mark.parametrize(("rows", "keys", "top_k"), [(0, 5, 3), (3, 0, 2), (3, 5, 0), (0, 0, 0)])

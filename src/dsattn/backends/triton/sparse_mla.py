@@ -162,11 +162,12 @@ def _forward_kernel(
         for i in tl.static_range(len(sums)):
             grown = grown + (tl.dot(p, kv_parts[i], acc=sums[i] * shrink[:, None], input_precision="ieee"),)
         sums = grown
-    row_lse = tl.where(total > 0, (top + tl.log2(total)) * LN_2, float("-inf"))
-    factor = tl.where(total > 0, 1.0 / total, 0.0)
+    # `total` is NaN where a logit is: such rows stay NaN.
+    row_lse = tl.where(total == 0, float("-inf"), (top + tl.log2(total)) * LN_2)
+    factor = tl.where(total == 0, 0.0, 1.0 / total)
     if sink is not None:
         sink_logit = tl.load(sink + head, mask=real, other=0.0).to(tl.float32)
-        factor = tl.where(total > 0, factor / (1.0 + tl.exp(sink_logit - row_lse)), 0.0)
+        factor = tl.where(total == 0, 0.0, factor / (1.0 + tl.exp(sink_logit - row_lse)))
     results = ()
     for i in tl.static_range(len(sums)):
         results = results + (sums[i] * factor[:, None],)
@@ -349,7 +350,7 @@ def sparse_mla_backward(
     rows, heads, width = q.shape
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
-    if rows == 0 or heads == 0 or kv.shape[0] == 0:
+    if 0 in (rows, heads, kv.shape[0], index.shape[1]):
         return dq.zero_(), dkv.to(kv.dtype)
     kv_dtype = kv.dtype
     q, kv = _meet(q, kv)
