@@ -28,9 +28,9 @@ def tiny() -> RunConfig:
         data=DataConfig(pack_tokens=1024),
         train=TrainConfig(
             stages=(
-                StageConfig(mode="dense", steps=240, lr=3e-3, lr_warmup=20),
-                StageConfig(mode="warmup", steps=70, lr=5e-3, lr_warmup=10),
-                StageConfig(mode="sparse", steps=130, lr=1e-3, lr_warmup=10),
+                StageConfig(mode="dense", steps=260, lr=3e-3, lr_warmup=20),
+                StageConfig(mode="warmup", steps=80, lr=5e-3, lr_warmup=10),
+                StageConfig(mode="sparse", steps=140, lr=1e-3, lr_warmup=10),
             ),
             packs_per_step=1,
             packs_per_micro_batch=1,
