@@ -1,6 +1,7 @@
 # `make demo` and `make test` need Python >= 3.11 and make; everything else goes into .venv. `make help` lists the rest.
 PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
+TRITON  ?= triton==3.6.0
 WORKERS ?= 2
 
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
@@ -34,6 +35,7 @@ clean:  ## remove .venv and caches; runs/ stays
 	@rm -rf .venv .pytest_cache .ruff_cache build dist
 	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# CUDA wheels of torch bring their triton; beside a CPU wheel its interpreter runs our kernels in tests.
 # CPU wheels of torch live on an index of their own. It is used where there is no GPU and it answers; the plain index
 # serves everybody else (its Linux wheels hold CUDA: large, but right on every machine).
 .venv/.torch:
@@ -53,4 +55,5 @@ $(DEMO): pyproject.toml | .venv/.torch
 
 $(DEV): pyproject.toml | $(DEMO)
 	@$(BIN)/python -m pip install -qq --editable '.[dev]'
+	@test "$$(uname)" != Linux || $(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install -qq "$(TRITON)"
 	@touch $@
