@@ -276,7 +276,7 @@ CASE = make_case(Layout.causal(4))
         ({"top_k": True}, InputError, "top_k=True must be an integer"),
         ({"block_bytes": 0}, InputError, "block_bytes=0 must be positive"),
         ({"precision": "fp8"}, BackendUnavailable, "precision='fp8' has no backend here; there is 'bf16'"),
-        ({"backend": "cudnn"}, BackendUnavailable, "select_keys: no backend named 'cudnn'; there is auto, triton, reference"),
+        ({"backend": "cudnn"}, BackendUnavailable, "no backend named 'cudnn'; there is auto, triton, reference"),
     ],
 )
 def test_refuses(asked: dict[str, Any], error: type[Exception], says: str) -> None:
