@@ -1,7 +1,7 @@
 """Where kernels run: on the GPU, or without one in Triton's interpreter, in a process of its own.
 
 A test that takes `device` launches kernels. Without a GPU it is left out here; the fixture `interpret` runs a file's
-left-out tests in a fresh interpreter, because Triton reads TRITON_INTERPRET only when it is first imported.
+left-out tests, and no others, in a fresh interpreter, because Triton reads TRITON_INTERPRET only when it is first imported.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ def pytest_report_header() -> list[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = [item for item in items if Path(__file__).parent in item.path.parents]
     if INTERPRETING:
-        dropped = [item for item in here if "interpret" in getattr(item, "fixturenames", ())]
+        dropped = [item for item in here if "device" not in getattr(item, "fixturenames", ())]
     elif torch.cuda.is_available():
         dropped = []
     else:

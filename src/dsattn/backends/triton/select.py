@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsattn.backends import Call
+from dsattn.backends.triton.launch import launch
 from dsattn.errors import BackendUnavailable
 
 MOST_TOP_K = 4096
@@ -144,7 +145,9 @@ def _score(q: Tensor, k: Tensor, w: Tensor, start: Tensor, stop: Tensor, relu: b
     while chunk > 256 and tiles * triton.cdiv(keys, chunk) < 8 * _processors(q.device):
         chunk //= 2
     bands = triton.cdiv(tiles, _BAND.value)
-    _score_kernel[(bands * _BAND.value * triton.cdiv(keys, chunk),)](
+    launch(
+        _score_kernel,
+        (bands * _BAND.value * triton.cdiv(keys, chunk),),
         q,
         k,
         w,
@@ -274,7 +277,9 @@ def _rank(
     device, capacity = scores.device, _capacity(top_k)
     programs = min(rows, _programs(device))
     spare = (programs, capacity if _needs_candidates(keys, top_k) else 0)
-    _rank_kernel[(programs,)](
+    launch(
+        _rank_kernel,
+        (programs,),
         scores,
         start,
         stop,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsattn.backends import Call
+from dsattn.backends.triton.launch import launch
 from dsattn.errors import BackendUnavailable
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -323,7 +324,9 @@ def sparse_mla_forward(
     q, kv = _meet(q, kv)
     tiles = forward_tiles(heads, width, q.dtype, shared_bytes(q.device))
     with torch.cuda.device_of(q):
-        _forward_kernel[(rows * triton.cdiv(heads, tiles.heads),)](
+        launch(
+            _forward_kernel,
+            (rows * triton.cdiv(heads, tiles.heads),),
             *(q, kv, index.contiguous(), length.contiguous(), _contiguous(sink), out, lse, scale),
             **_geometry(q, index, value_dim, tiles),
         )
@@ -361,17 +364,19 @@ def sparse_mla_backward(
     geometry = _geometry(q, index, out.shape[-1], tiles)
     with torch.cuda.device_of(q):
         if not deterministic:
-            _backward_kernel[(rows * blocks,)](*before, dkv, scale, 0, ATOMIC=True, **geometry)
+            launch(_backward_kernel, (rows * blocks,), *before, dkv, scale, 0, ATOMIC=True, **geometry)
             return dq, dkv.to(kv_dtype)
         slots, keys = index.shape[1], kv.shape[0]
         run = min(rows, max(1, SCRATCH_BYTES // max(1, blocks * slots * width * q.element_size())))
         contributions = q.new_empty(run, blocks, slots, width)
         for first in range(0, rows, run):
             count = min(run, rows - first)
-            _backward_kernel[(count * blocks,)](*before, contributions, scale, first, ATOMIC=False, **geometry)
+            rest = (contributions, scale, first)
+            launch(_backward_kernel, (count * blocks,), *before, *rest, ATOMIC=False, **geometry)
             slot, offset = _invert(index[first : first + count], length[first : first + count], keys)
             columns = triton.next_power_of_2(width)
-            _sum_kernel[(keys,)](contributions, slot, offset, dkv, blocks, width, slots, columns, 16, num_warps=4)
+            sums = (contributions, slot, offset, dkv, blocks, width, slots, columns, 16)
+            launch(_sum_kernel, (keys,), *sums, num_warps=4)
     return dq, dkv.to(kv_dtype)
 
 
