@@ -15,7 +15,7 @@ from dsattn.training.recipes import RECIPES
 LENGTHS = (7, 0, 1, 12)
 TOP_K = 5
 INDEXER = IndexerConfig(heads=3, head_dim=8, top_k=TOP_K, rope_dim=4)
-MLA = MLAConfig(heads=2, q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+MLA = MLAConfig(heads=2, q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=10, qk_rope_head_dim=4, v_head_dim=6)
 SIZES = {"vocab_size": 300, "hidden_size": 16, "num_layers": 4, "intermediate_size": 24}
 MODEL = ModelConfig(**SIZES, attention=MLA, dsa=DSAConfig(indexer=INDEXER))
 HIDDEN = dataclasses.replace(INDEXER, query_from="hidden")
@@ -110,14 +110,15 @@ def test_parameters_of_every_recipe(name):
 
 
 def brute_attention(mode, role="selects") -> tuple[int, int]:
-    """(forward, backward) FLOPs of MODEL's attention, a row at a time."""
+    """(forward, backward) FLOPs of MODEL's attention, a row at a time: absorbed if sparse, else head by head."""
     sparse = mode in ("sparse", "frozen") and role != "dense"
+    width, value_width = (12, 8) if sparse else (14, 6)
     forward = backward = 0
     for visible in rows():
         keys = min(TOP_K, visible) if sparse else visible
         for _ in range(MLA.heads):
-            forward += 2 * keys * (12 + 8)
-            backward += 2 * keys * (3 * 12 + 2 * 8)
+            forward += 2 * keys * (width + value_width)
+            backward += 2 * keys * (3 * width + 2 * value_width)
     return forward, 0 if mode == "warmup" else backward
 
 
@@ -125,7 +126,7 @@ def brute_attention(mode, role="selects") -> tuple[int, int]:
 def test_one_layer_is_a_brute_force_count(mode):
     forward, backward = brute_attention(mode)
     tokens = sum(LENGTHS)
-    backbone = 16 * 12 + 12 * 2 * 12 + 16 * 12 + 8 * 2 * (8 + 6) + 2 * 6 * 16 + 3 * 16 * 24
+    backbone = 16 * 12 + 12 * 2 * 14 + 16 * 12 + 8 * 2 * (10 + 6) + 2 * 6 * 16 + 3 * 16 * 24
     forward += 2 * tokens * backbone
     backward += 0 if mode == "warmup" else 4 * tokens * backbone
     if mode != "dense":
@@ -136,7 +137,7 @@ def test_one_layer_is_a_brute_force_count(mode):
         scored = 2 * 3 * 8 * sum(rows())
         lost = 2 * 3 * 8 * sum(visible if mode == "warmup" else min(TOP_K, visible) for visible in rows())
         forward += (0 if mode == "warmup" else scored) + lost * learns
-        forward += 2 * 2 * 12 * sum(rows()) * (mode == "warmup")
+        forward += 2 * 2 * 14 * sum(rows()) * (mode == "warmup")
         backward += 3 * lost * learns
     parts = accounting.layer_parts(MODEL, "selects", LENGTHS, mode)
     assert sum(part.forward.flops for part in parts) == forward

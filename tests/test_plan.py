@@ -105,8 +105,8 @@ def test_a_model_names_device_dtype_and_every_operation_it_runs(no_gpu):
     assert [line.split() for line in lines[1:]] == [
         [operation, "composed" if operation.startswith("dsa_attention") else "reference", "serves"]
         for operation in (
-            "dense_mla.forward",
-            "dense_mla.backward",
+            "dense_gqa.forward",
+            "dense_gqa.backward",
             "select_keys",
             "sparse_mla.forward",
             "sparse_mla.backward",
@@ -157,7 +157,7 @@ def test_a_run_counts_its_stages_pack_size_and_device():
     assert explain(config).splitlines()[0] == "on cpu, bfloat16, up to 8K keys:"
     assert explain(wide).splitlines()[0] == "on cpu, bfloat16, up to 64K keys:"
     assert "select_keys" not in explain(config)
-    assert "dense_mla.forward" in explain(config)
+    assert "dense_gqa.forward" in explain(config)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,9 +1,8 @@
 """How much work an operation, a layer and a model do: counted once, by structure, exact in visible pairs.
 
-A multiply-add is two FLOPs. Only matrix products count: left out are norms, RoPE, softmax, gates, the embedding's
-look-up, the ranking of scores, the optimiser, and what is computed again to save memory (but the field's rules count
-logits and scores again in the backwards). Bytes are the least that must move: each operand once, gathered keys once a
-pair, two bytes a number unless said otherwise.
+A multiply-add is two FLOPs. Only matrix products count, not norms, RoPE, softmax, gates, the embedding, ranking, the
+optimiser, or what is computed again to save memory (but the field's rules count logits again in the backwards). Bytes
+are the least that must move: each operand once, gathered keys once a pair, two bytes a number unless said otherwise.
 Letters: H heads, C key width, V value width, H_I / D indexer heads / width, G kv groups; pairs (query row, key).
 """
 
@@ -113,7 +112,7 @@ def attention_work(
 
 
 def dense_kv_bytes(num_keys: int, kv_width: int, itemsize: int = 2) -> int:
-    """Every key once. kv_width: C for MLA (values are part of it), G (d + d) for GQA."""
+    """Every key once. kv_width: G (d + d) for GQA, H (d + v) for expanded MLA, C for absorbed MLA."""
     return itemsize * num_keys * kv_width
 
 
@@ -242,7 +241,7 @@ def model_work(config: ModelConfig, lengths: Sequence[int], mode: Mode) -> Work:
 
 
 def _attention_part(config: ModelConfig, lengths: Sequence[int], *, sparse: bool, learns: bool) -> Part:
-    heads, width, value_width, kv_width = _attention_sizes(config.attention)
+    heads, width, value_width, kv_width = _attention_sizes(config.attention, sparse=sparse)
     pairs = kept_pairs(lengths, config.dsa.indexer.top_k) if sparse else visible_pairs(lengths)
     kv_bytes = sparse_kv_bytes(pairs, kv_width) if sparse else dense_kv_bytes(sum(lengths), kv_width)
     sizes = (sum(lengths), pairs, heads, width, value_width)
@@ -264,7 +263,8 @@ def _indexer_parts(config: ModelConfig, lengths: Sequence[int], mode: Mode) -> l
         # Sparse attention's backward makes the target's logits; in the warm-up nothing else does once lse is known.
         target = mode == "warmup"
         read = pairs if target else kept_pairs(lengths, indexer.top_k)
-        sizes = (rows, read, (indexer.heads, indexer.head_dim), _attention_sizes(config.attention)[:2])
+        attention = _attention_sizes(config.attention, sparse=not target)[:2]
+        sizes = (rows, read, (indexer.heads, indexer.head_dim), attention)
         parts.append(Part("indexer loss", indexer_kl_work(*sizes, target=target), indexer_kl_work(*sizes, "backward")))
     return parts
 
@@ -286,12 +286,14 @@ def _by_name(parts: Iterable[Part]) -> list[Part]:
     return list(found.values())
 
 
-def _attention_sizes(attention: MLAConfig | GQAConfig) -> tuple[int, int, int, int]:
-    """(H, C, V, width of what one key row keeps)."""
+def _attention_sizes(attention: MLAConfig | GQAConfig, *, sparse: bool) -> tuple[int, int, int, int]:
+    """(H, C, V, width of what one key row holds). MLA is absorbed where it is sparse, expanded where it is dense."""
     if isinstance(attention, GQAConfig):
-        width = attention.head_dim
-        return attention.heads, width, width, 2 * attention.kv_heads * width
-    return attention.heads, attention.latent_width, attention.kv_lora_rank, attention.latent_width
+        return attention.heads, attention.head_dim, attention.head_dim, 2 * attention.kv_heads * attention.head_dim
+    if sparse:
+        return attention.heads, attention.latent_width, attention.kv_lora_rank, attention.latent_width
+    width, value_width = attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
+    return attention.heads, width, value_width, attention.heads * (width + value_width)
 
 
 def _size(matrices: Iterable[Matrix]) -> int:

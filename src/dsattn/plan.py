@@ -50,16 +50,16 @@ def model_calls(config: ModelConfig, base: Call, modes: set[str]) -> dict[str, C
     """Operation -> the Call that the model's layers make, for the operations that these modes run.
 
     base: device, dtype, keys and determinism. Where an operation is called with and without selection (the indexer's
-    loss in warm-up and sparse training of GQA), the one with it is shown.
+    loss in warm-up and sparse training of GQA), the one with it is shown. Dense MLA is shown as it trains, expanded;
+    decoding with a cache runs it absorbed, as `dense_mla`.
     """
     attention, indexer = config.attention, config.dsa.indexer
     kind = "gqa" if isinstance(attention, GQAConfig) else "mla"
-    plain = replace(base, **_attention_sizes(attention))
-    kept = replace(plain, top_k=indexer.top_k)
+    kept = replace(base, **_attention_sizes(attention), top_k=indexer.top_k)
     has_dsa = "dsa" in config.types
     calls: dict[str, Call] = {}
     if modes & {"dense", "warmup"} or "dense" in config.types:
-        calls |= _both(f"dense_{kind}", plain)
+        calls |= _both("dense_gqa", replace(base, **_dense_sizes(attention)))
     if has_dsa and modes & {"sparse", "frozen"}:
         calls |= _selection(indexer, base) | _both(f"sparse_{kind}", kept)
     if has_dsa and "warmup" in modes:
@@ -111,6 +111,13 @@ def _attention_sizes(attention: MLAConfig | GQAConfig) -> dict[str, int]:
     if isinstance(attention, GQAConfig):
         return {"heads": attention.heads, "width": attention.head_dim, "value_width": attention.head_dim}
     return {"heads": attention.heads, "width": attention.latent_width, "value_width": attention.kv_lora_rank}
+
+
+def _dense_sizes(attention: MLAConfig | GQAConfig) -> dict[str, int]:
+    if isinstance(attention, GQAConfig):
+        return _attention_sizes(attention)
+    width = attention.qk_nope_head_dim + attention.qk_rope_head_dim
+    return {"heads": attention.heads, "width": width, "value_width": attention.v_head_dim}
 
 
 def _gated_width(attention: MLAConfig | GQAConfig) -> int:

@@ -261,7 +261,7 @@ def test_a_probe_sees_what_recall_needs(kind, mode):
     assert (index, rest) == (3, [])
     assert what.selection is out.selection
     assert (what.index is None) == (mode == "dense")
-    keys = what.kv if what.kv.dim() == 2 else what.kv.repeat_interleave(2, dim=1)
+    keys = what.kv if what.kv.dim() == 2 else what.kv.repeat_interleave(what.q.shape[1] // what.kv.shape[1], dim=1)
     product = "thd,sd->ths" if what.kv.dim() == 2 else "thd,shd->ths"
     read = layout.keys.mask(ROWS) if out.selection is None else out.selection.mask(ROWS)
     logits = (torch.einsum(product, what.q, keys) * what.scale).masked_fill(~read[:, None], -torch.inf)
@@ -279,7 +279,7 @@ def test_autocast_does_not_reach_into_the_ops(kind, mode):
     what = seen[0]
     assert {what.q.dtype, what.kv.dtype, what.index.q.dtype, what.index.k.dtype} == {torch.bfloat16}
     assert (what.lse.dtype, out.kl.dtype) == (torch.float32, torch.float32)
-    keys = what.kv if what.kv.dim() == 2 else what.kv.repeat_interleave(2, dim=1)
+    keys = what.kv if what.kv.dim() == 2 else what.kv.repeat_interleave(what.q.shape[1] // what.kv.shape[1], dim=1)
     product = "thd,sd->ths" if what.kv.dim() == 2 else "thd,shd->ths"
     read = layout.keys.mask(ROWS) if out.selection is None else out.selection.mask(ROWS)
     logits = (torch.einsum(product, what.q.double(), keys.double()) * what.scale).masked_fill(

@@ -114,12 +114,16 @@ class SelfAttention(nn.Module):
             run.probe(self.layer_index, Observation(*seen, self.config.scale, index, selection, layout))
         return AttentionOutput(out, selection, kl, cache)
 
+    def reads_every_key(self, run: Pass) -> bool:
+        """Whether this layer attends to all visible keys, not to selected ones."""
+        return self.role == "dense" or run.mode in ("dense", "warmup")
+
     def _plan(self, run: Pass, selection: Selection | None) -> tuple[bool, bool, bool]:
         """(every visible key is read, the indexer chooses, the indexer learns).
 
         Raises InputError where a selection is missing, or would be ignored.
         """
-        dense = self.role == "dense" or run.mode in ("dense", "warmup")
+        dense = self.reads_every_key(run)
         if dense and selection is not None:
             why = "has role 'dense'" if self.role == "dense" else f"runs in mode {run.mode!r}"
             raise InputError(f"selection is given, but layer {self.layer_index} {why} and reads every key; pass None")

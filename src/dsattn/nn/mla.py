@@ -7,6 +7,9 @@ up-projection is folded into the queries and the value half is applied to the re
     kv   = [ RMSNorm(latent)     | RoPE(k_rope)    ]    [S, C], the first V channels are the values
     out  = W_UV[h] softmax(scale q[h] . kv[selected]) kv[selected, :V]
 
+Where every key is read anyway, and none is cached, the expanded form costs a third of that: a key and a value for each
+head, 128 + 64 and 128 channels wide instead of 512 + 64 and 512. Both are the same function.
+
 Letters: T rows, S keys, M model width, H heads, C = V + R latent width with R rotated lanes, V value width.
 """
 
@@ -22,7 +25,7 @@ from dsattn.nn.indexer import IndexerOutput
 from dsattn.nn.norm import RMSNorm
 from dsattn.nn.rope import RotaryTable, rotary_table, rotate
 from dsattn.nn.state import SPARSE, AttentionOutput, LayerCache, Pass
-from dsattn.ops import dense_mla, dsa_attention, output_gate, sparse_mla
+from dsattn.ops import dense_gqa, dense_mla, dsa_attention, output_gate, sparse_mla
 from dsattn.selection import Selection
 
 
@@ -79,16 +82,23 @@ class MLASelfAttention(SelfAttention):
         hidden = without_padding(hidden, layout)
         table = rotary_table(layout.positions, self.config.rope, self.config.qk_rope_head_dim, dtype=hidden.dtype)
         w_uk, w_uv = self.up_projections()
-        q_latent, q = self.queries(hidden, w_uk, table)
-        kv = self.latents(hidden, table)
-        attended = self.attend(q, (kv,), (hidden, q_latent), layout, run, selection, cache)
-        out = torch.einsum("thc,hvc->thv", attended.hidden, w_uv)
+        q_latent, q_nope, q_rope = self.queries(hidden, table)
+        latent, k_rope = self.latents(hidden, table)
+        if cache is None and self.reads_every_key(run):
+            q, entries = torch.cat((q_nope, q_rope), -1), self.expanded(latent, k_rope)
+        else:
+            q = torch.cat((torch.einsum("thn,hnc->thc", q_nope, w_uk), q_rope), -1)
+            entries = (torch.cat((latent, k_rope), -1),)
+        attended = self.attend(q, entries, (hidden, q_latent), layout, run, selection, cache)
+        out = attended.hidden
+        if len(entries) == 1:
+            out = torch.einsum("thc,hvc->thv", out, w_uv)
         if self.gate_proj is not None and self.config.output_gate != "none":
             out = output_gate(out, self.gate_proj(hidden), granularity=self.config.output_gate)
         return dataclasses.replace(attended, hidden=self.o_proj(out.flatten(1)))
 
-    def queries(self, hidden: Tensor, w_uk: Tensor, table: RotaryTable) -> tuple[Tensor | None, Tensor]:
-        """(normalised query latent [T, q_lora_rank] or None, absorbed queries [T, H, C])."""
+    def queries(self, hidden: Tensor, table: RotaryTable) -> tuple[Tensor | None, Tensor, Tensor]:
+        """(normalised query latent [T, q_lora_rank] or None, plain channels [T, H, nope], rotated ones [T, H, R])."""
         config = self.config
         if config.q_lora_rank is None:
             q_latent, q = None, self.q_proj(hidden)
@@ -97,16 +107,21 @@ class MLASelfAttention(SelfAttention):
             q = self.q_b_proj(q_latent)
         q = q.unflatten(-1, (config.heads, config.qk_nope_head_dim + config.qk_rope_head_dim))
         q_nope, q_rope = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
-        q_rope = rotate(q_rope, table, interleaved=config.rope_interleaved)
-        return q_latent, torch.cat((torch.einsum("thn,hnc->thc", q_nope, w_uk), q_rope), -1)
+        return q_latent, q_nope, rotate(q_rope, table, interleaved=config.rope_interleaved)
 
-    def latents(self, hidden: Tensor, table: RotaryTable) -> Tensor:
-        """[T, C]: what keys and values of all heads are read from, and all that is cached."""
+    def latents(self, hidden: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
+        """(latent [T, V], rotated channels [T, R]): what keys and values of all heads are read from, and is cached."""
         latent, k_rope = self.kv_a_proj_with_mqa(hidden).split(
             [self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1
         )
-        k_rope = rotate(k_rope, table, interleaved=self.config.rope_interleaved)
-        return torch.cat((self.kv_a_layernorm(latent), k_rope), -1)
+        return self.kv_a_layernorm(latent), rotate(k_rope, table, interleaved=self.config.rope_interleaved)
+
+    def expanded(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """A key and a value for each head: ([S, H, nope + R], [S, H, v_head_dim])."""
+        config = self.config
+        per_head = self.kv_b_proj(latent).unflatten(-1, (config.heads, config.qk_nope_head_dim + config.v_head_dim))
+        k_nope, v = per_head.split([config.qk_nope_head_dim, config.v_head_dim], -1)
+        return torch.cat((k_nope, k_rope[:, None].expand(-1, config.heads, -1)), -1), v
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
         """(W_UK [H, nope, V], W_UV [H, v, V]): the rows of kv_b_proj, head by head."""
@@ -116,6 +131,8 @@ class MLASelfAttention(SelfAttention):
         return w_uk, w_uv
 
     def _dense(self, q: Tensor, entries: tuple[Tensor, ...], layout: Layout) -> tuple[Tensor, Tensor]:
+        if len(entries) == 2:
+            return dense_gqa(q, *entries, layout.keys, **self._options(q.dtype))
         (kv,) = entries
         return dense_mla(q, kv, layout.keys, value_dim=self.config.kv_lora_rank, **self._options(q.dtype))
 

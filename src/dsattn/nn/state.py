@@ -21,8 +21,9 @@ from dsattn.selection import Selection
 class Observation:
     """What a probe sees of one layer, detached. Enough to measure a selection against the attention it replaces.
 
-    q: [T, H, C] (GQA: [T, H, d]). kv: [S, C] (GQA: the keys [S, G, d]). lse: [T, H] over the keys that were read:
-    every visible one in modes `dense` and `warmup`, the selected ones otherwise. scale: of the logits.
+    q: [T, H, C] and kv: [S, C]; or q [T, H, d] and keys [S, G, d], of GQA and of MLA that reads every key.
+    lse: [T, H] over the keys that were read: every visible one in modes `dense` and `warmup`, the selected ones
+    otherwise. scale: of the logits.
     index: the indexer's q, k and w; None in a layer without one and in mode `dense`. selection: None after dense
     attention.
     """
