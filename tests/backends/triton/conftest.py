@@ -1,7 +1,8 @@
 """Where kernels run: on the GPU, or without one in Triton's interpreter, in a process of its own.
 
 A test that takes `device` launches kernels. Without a GPU it is left out here; the fixture `interpret` runs a file's
-left-out tests, and no others, in a fresh interpreter, because Triton reads TRITON_INTERPRET only when it is first imported.
+left-out tests, and no others, in a fresh interpreter, because Triton reads TRITON_INTERPRET only when it is first
+imported.
 """
 
 import importlib.util
