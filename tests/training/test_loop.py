@@ -70,7 +70,7 @@ def _weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def _records(run_dir: Path) -> list[dict[str, Any]]:
-    timed = ("seconds", "tokens_per_second", "tflops")
+    timed = ("seconds", "tokens_per_second", "tflops", "mfu")
     return [{k: v for k, v in event.items() if k not in timed} for event in read_metrics(run_dir)]
 
 

@@ -19,6 +19,7 @@ COMMANDS = {
     "inspect": "measure a run's indexers against dense attention on held-out or given text",
     "generate": "continue a prompt with a run's model",
     "report": "write a run's report.html again",
+    "compare": "lay runs over each other: losses, speeds, differences",
     "doctor": "versions, devices, optional packages, and which backend serves each operation",
     "flops": "count a recipe's parameters and FLOPs",
 }

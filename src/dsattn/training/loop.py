@@ -18,6 +18,7 @@ from dsattn.errors import InputError, TrainingStopped
 from dsattn.model.decoder import Decoder
 from dsattn.training import checkpoint, plots, state
 from dsattn.training.data import Pack, PackStream, held_out_packs
+from dsattn.training.hardware import peak_tflops
 from dsattn.training.metrics import Health, MetricsWriter, held_out_loss, indexer_health
 from dsattn.training.report import Console, closing_table, write_report
 from dsattn.training.runs import checkpoint_to_resume, init_weights, load_run, pick_device, write_json
@@ -62,6 +63,9 @@ class Trainer:
         self.config, self.recipe = config, recipe
         self.run_dir = Path(config.train.run_dir)
         self.device = pick_device(config.train.device)
+        on_gpu = self.device.type == "cuda"
+        self.device_name = torch.cuda.get_device_name(self.device) if on_gpu else "cpu"
+        self._peak_tflops = peak_tflops(self.device_name, config.train.dtype)
         self.resumed_from = checkpoint_to_resume(config)
         tokenizer = load_tokenizer(config.data.tokenizer)
         if tokenizer.vocab_size > config.model.vocab_size:
@@ -126,7 +130,7 @@ class Trainer:
             self.progress.indexer_steps += learns(stage.mode)[1]
             self.progress.seconds = time.monotonic() - clock
             took = time.monotonic() - started
-            speed = {"tokens_per_second": losses.rows / took, "tflops": facts.pop("flops") / took / 1e12}
+            speed = self._speed(losses.rows, facts.pop("flops"), took)
             self._log(index, stage, losses, {"lr": lr, **facts, **speed})
             done = self.progress.step == last
             if done or self.progress.step % self.config.train.eval_every == 0:
@@ -135,6 +139,10 @@ class Trainer:
                 self._save(index)
         if self.saved_step != self.progress.step:  # asked to stop between two checkpoints
             self._save(index)
+
+    def _speed(self, rows: int, flops: float, seconds: float) -> dict[str, float | None]:
+        rate, peak = flops / seconds / 1e12, self._peak_tflops
+        return {"tokens_per_second": rows / seconds, "tflops": rate, "mfu": rate / peak if peak else None}
 
     def _step(self, stage: StageConfig, lr: float) -> tuple[Losses, dict[str, float]]:
         """One optimiser step; returns its losses, the norm of its gradient before clipping, and its FLOPs."""
@@ -162,7 +170,7 @@ class Trainer:
                 "text there"
             )
 
-    def _log(self, index: int, stage: StageConfig, losses: Losses, facts: dict[str, float]) -> None:
+    def _log(self, index: int, stage: StageConfig, losses: Losses, facts: dict[str, Any]) -> None:
         step = self.progress.step
         self.console.step(step, stage.mode, losses.lm, losses.kl_mean, facts["tokens_per_second"])
         if step % self.config.train.log_every == 0 or step == 1:
@@ -235,7 +243,7 @@ class Trainer:
         newest, on_gpu = checkpoint.latest(self.run_dir), self.device.type == "cuda"
         summary = {
             "recipe": self.recipe,
-            "device": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
+            "device": self.device_name,
             "torch": torch.__version__,
             "peak_bytes": torch.cuda.max_memory_allocated(self.device) if on_gpu else None,
             "parameters": sum(p.numel() for p in self.model.parameters()),

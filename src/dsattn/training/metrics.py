@@ -1,7 +1,7 @@
 """What a run writes down: the lines of metrics.jsonl, the scalars of TensorBoard, and what fills them.
 
-    {"kind": "train", "step", "stage", "mode", "lm_loss", "kl", "kl_layers", "lr", "grad_norm", "tflops",
-     "tokens_per_second", "seconds"}
+    {"kind": "train", "step", "stage", "mode", "lm_loss", "kl", "kl_layers", "lr", "grad_norm",
+     "tokens_per_second", "tflops", "mfu", "seconds"}
     {"kind": "eval", "step", "stage", "mode", "lm_loss", "health", "seconds"}
 
 step: optimiser steps done, over all stages. Losses in nats: a label, or for the KL a row. None where there is no value.

@@ -14,7 +14,7 @@ from dsattn.training.health import Health, LayerHealth
 from dsattn.training.metrics import Events, Stage, last_health, stages_of
 
 # Okabe and Ito's colours: told apart by all readers; lines differ in dashes or markers too.
-_BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#0072B2", "#D55E00", "#009E73", "#AA4499", "#5A5A5A"
+COLOURS = _BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#0072B2", "#D55E00", "#009E73", "#AA4499", "#5A5A5A"
 _STAGE_SHADES = {"dense": "#FFFFFF", "warmup": "#FBE9CF", "sparse": "#DDEBF6", "frozen": "#E6E6E6"}
 _WIDTH = 9.6  # inches
 _MOST_PANELS, _MOST_TICKS = 12, 30
@@ -42,7 +42,7 @@ class Picture:
 
 def loss(events: Events) -> Picture | None:
     """Language-model loss, whole and from the end of the first stage on, where its scale would hide what follows."""
-    train, held_out = _series(events, "train", "lm_loss"), _series(events, "eval", "lm_loss")
+    train, held_out = series(events, "train", "lm_loss"), series(events, "eval", "lm_loss")
     stages = stages_of(events)
     if not train and not held_out:
         return None
@@ -51,10 +51,10 @@ def loss(events: Events) -> Picture | None:
     def draw(figure: Any) -> None:
         whole, zoomed = figure.subplots(1, 2, width_ratios=[3, 2])
         for axes, first in ((whole, 0), (zoomed, late)):
-            _shade(axes, [stage for stage in stages if stage.last > first])
+            shade_stages(axes, [stage for stage in stages if stage.last > first])
             near_train, near_held = ([(x, y) for x, y in points if x >= first] for points in (train, held_out))
-            _line(axes, near_train, color=_GREY, label="train", linewidth=1, alpha=0.8)
-            _line(axes, near_held, color=_BLUE, label="held out", marker="o", markersize=4)
+            draw_line(axes, near_train, color=_GREY, label="train", linewidth=1, alpha=0.8)
+            draw_line(axes, near_held, color=_BLUE, label="held out", marker="o", markersize=4)
             axes.set_xlabel("step")
         whole.set_ylabel("LM loss (nats a token)")
         whole.legend(loc="upper right")
@@ -62,14 +62,14 @@ def loss(events: Events) -> Picture | None:
         zoomed.set_xlim(left=late)
 
     ends = [f"{name} {points[-1][1]:.3f}" for name, points in (("train", train), ("held out", held_out)) if points]
-    return _picture(
+    return draw_picture(
         draw, 3.4, f"Lines of the language-model loss over {stages[-1].last} steps. Last: {', '.join(ends)}."
     )
 
 
 def distillation(events: Events) -> Picture | None:
     """The indexers' KL, and on held-out text the share of the attainable KL that they took away."""
-    mean = _series(events, "train", "kl")
+    mean = series(events, "train", "kl")
     kl_layers = [(e["step"], e["kl_layers"]) for e in events if e.get("kl_layers")]
     healths = [(e["step"], Health.from_dict(e["health"])) for e in events if e.get("health")]
     captured = [(step, value) for step, health in healths if (value := health.mean("captured")) is not None]
@@ -80,9 +80,9 @@ def distillation(events: Events) -> Picture | None:
     def draw(figure: Any) -> None:
         left, right = figure.subplots(1, 2)
         for axes, layers, points in ((left, kl_layers, mean), (right, captured_layers, captured)):
-            _shade(axes, [stage for stage in stages_of(events) if stage.mode != "dense"])
+            shade_stages(axes, [stage for stage in stages_of(events) if stage.mode != "dense"])
             _layer_lines(axes, layers)
-            _line(axes, points, color=_BLUE, marker="o" if axes is right else "", markersize=4, label="mean")
+            draw_line(axes, points, color=_BLUE, marker="o" if axes is right else "", markersize=4, label="mean")
             axes.set_xlabel("step")
         left.set_ylabel("train KL (nats a row)")
         left.set_ylim(bottom=0)
@@ -93,7 +93,7 @@ def distillation(events: Events) -> Picture | None:
 
     ends = [f"{name} {points[-1][1]:#.3g}" for name, points in (("KL", mean), ("captured", captured)) if points]
     alt = f"Lines of the indexers' KL and of the captured fraction over steps. Last: {', '.join(ends)}."
-    return _picture(draw, 3.4, alt)
+    return draw_picture(draw, 3.4, alt)
 
 
 def recall(events: Events) -> Picture | None:
@@ -120,7 +120,7 @@ def recall(events: Events) -> Picture | None:
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
     means = [f"{name} {_number(health.mean(name))}" for name in ("recall", "random", "recency", "oracle")]
-    return _picture(
+    return draw_picture(
         draw, 3.2, f"Bars of recall@{health.top_k} for {len(health.layers)} layers. Means: {', '.join(means)}."
     )
 
@@ -170,20 +170,20 @@ def distances(events: Events) -> Picture | None:
 
 def speed(events: Events) -> Picture | None:
     """Tokens a second."""
-    points = _series(events, "train", "tokens_per_second")
+    points = series(events, "train", "tokens_per_second")
     if not points:
         return None
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        _shade(axes, stages_of(events))
-        _line(axes, points, color=_BLUE)
+        shade_stages(axes, stages_of(events))
+        draw_line(axes, points, color=_BLUE)
         axes.set_xlabel("step")
         axes.set_ylabel("tokens a second")
         axes.set_ylim(0, 1.15 * max(value for _, value in points))  # room for the stages' names
 
     middle = sorted(value for _, value in points)[len(points) // 2]
-    return _picture(draw, 2.6, f"Line of training speed over steps; the median is {middle:,.0f} tokens a second.")
+    return draw_picture(draw, 2.6, f"Line of training speed over steps; the median is {middle:,.0f} tokens a second.")
 
 
 _BASELINES = {
@@ -201,7 +201,7 @@ def require() -> None:
         raise InputError("the report's plots need matplotlib: pip install 'dsattn[report]'") from error
 
 
-def _picture(draw: Callable[[Any], None], height: float, alt: str) -> Picture:
+def draw_picture(draw: Callable[[Any], None], height: float, alt: str) -> Picture:
     """Let `draw` fill a figure. Raises InputError where matplotlib is missing."""
     require()
     import matplotlib
@@ -237,10 +237,11 @@ def _panels(health: Health, draw_layer: Callable[[Any, LayerHealth], None], x: s
         handles, labels = grid.flat[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper right", ncols=len(labels))
 
-    return _picture(draw, 1.2 + 1.9 * rows, alt)
+    return draw_picture(draw, 1.2 + 1.9 * rows, alt)
 
 
-def _shade(axes: Any, stages: Sequence[Stage]) -> None:
+def shade_stages(axes: Any, stages: Sequence[Stage]) -> None:
+    """A tinted field with its name for each stage."""
     for stage in stages:
         axes.axvspan(stage.first - 1, stage.last, color=_STAGE_SHADES.get(stage.mode, "#F0F0F0"), linewidth=0)
         place = {"xy": (stage.first - 1, 1), "xycoords": ("data", "axes fraction")}
@@ -249,7 +250,8 @@ def _shade(axes: Any, stages: Sequence[Stage]) -> None:
             axes.axvline(stage.first - 1, color="#808080", linewidth=0.8, linestyle=":")
 
 
-def _line(axes: Any, points: Sequence[tuple[int, float]], **look: Any) -> None:
+def draw_line(axes: Any, points: Sequence[tuple[int, float]], **look: Any) -> None:
+    """Plot (step, value) where there are any."""
     if points:
         axes.plot(*zip(*points, strict=True), **look)
 
@@ -259,10 +261,11 @@ def _layer_lines(axes: Any, tables: Sequence[tuple[int, Mapping[Any, float | Non
     for layer in tables[-1][1] if tables else ():
         points = [(step, value) for step, values in tables if (value := values.get(layer)) is not None]
         first = layer == next(iter(tables[-1][1]))
-        _line(axes, points, color=_GREY, linewidth=0.7, alpha=0.6, label="each layer" if first else None)
+        draw_line(axes, points, color=_GREY, linewidth=0.7, alpha=0.6, label="each layer" if first else None)
 
 
-def _series(events: Events, kind: str, name: str) -> list[tuple[int, float]]:
+def series(events: Events, kind: str, name: str) -> list[tuple[int, float]]:
+    """(step, value) of every event of a kind that has this value."""
     return [(e["step"], e[name]) for e in events if e["kind"] == kind and e.get(name) is not None]
 
 
