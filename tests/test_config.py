@@ -20,6 +20,7 @@ from dsattn.config import (
     IndexerConfig,
     MLAConfig,
     ModelConfig,
+    MTPConfig,
     ParallelConfig,
     RopeConfig,
     RunConfig,
@@ -27,11 +28,18 @@ from dsattn.config import (
     TrainConfig,
     check,
     deferred_checks,
+    parse_pipeline_layout,
+    source_number,
 )
 from dsattn.errors import ConfigError, InputError
 
 NAN, INF = float("nan"), float("inf")
 DENSE, SPARSE = StageConfig(mode="dense"), StageConfig(mode="sparse")
+REPEATED = {"depths": 2, "repeated": True}
+SHARED = ("latent_kv", "sparse_attention_index")
+FROM_HIDDEN = DSAConfig(indexer=IndexerConfig(query_from="hidden"))
+POOLS: dict[str, Any] = {"pool_size": 4}
+E4M3: dict[str, Any] = {**POOLS, "pool_e4m3": True}
 
 # (class, fields, start of the one problem that is told)
 BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
@@ -75,10 +83,49 @@ BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
     (IndexerConfig, {"k_norm_eps": 0.0}, "k_norm_eps=0.0 must be positive"),
     (IndexerConfig, {"query_from": "keys"}, "query_from='keys' must be one of q_latent, hidden"),
     (IndexerConfig, {"head_dim": 96, "hadamard": True}, "head_dim=96 must be a power of two"),
+    (IndexerConfig, {"pool_size": 0}, "pool_size=0 must be at least 1"),
+    (IndexerConfig, {"pool_size": 3}, "top_k=2048 must be a multiple of pool_size=3: pools are kept whole"),
+    (IndexerConfig, {**POOLS, "pool_arithmetic": "bf16"}, "pool_arithmetic='bf16' must be one of fp32, hf"),
+    (IndexerConfig, {"pool_arithmetic": "hf"}, "pool_arithmetic='hf' needs a pool_size above 1: nothing is pooled"),
+    (IndexerConfig, {"pool_e4m3": True}, "pool_e4m3=True needs a pool_size above 1: nothing is pooled"),
+    (IndexerConfig, {**POOLS, "pool_arithmetic": "hf", "relu": False}, "pool_arithmetic='hf' needs relu=True"),
+    (IndexerConfig, {**E4M3, "pool_arithmetic": "hf"}, "pool_e4m3=True needs pool_arithmetic='fp32'"),
+    (IndexerConfig, {**E4M3, "hadamard": True}, "pool_e4m3=True needs hadamard=False"),
+    (IndexerConfig, {**E4M3, "head_dim": 96}, "head_dim=96 must be a power of two for the rotation of pool_e4m3"),
     (DSAConfig, {"share_every": 0}, "share_every=0 must be at least 1"),
     (DSAConfig, {"share_offset": -1}, "share_offset=-1 must be at least 0"),
     (DSAConfig, {"block_bytes": 0}, "block_bytes=0 must be at least 1"),
     (DSAConfig, {"precision": "fp8"}, "precision='fp8' must be one of bf16"),
+    (DSAConfig, {"share_numbering": "odd"}, "share_numbering='odd' must be one of dsa, layers, pattern"),
+    (DSAConfig, {"indexer_types": ("full", "skip")}, "indexer_types.1='skip' must be one of full, shared"),
+    (DSAConfig, {"indexer_types": ("full",), "share_every": 2}, "indexer_types names the layers that select"),
+    (DSAConfig, {"multi_layer_teacher": True}, "multi_layer_teacher=True needs layers that share"),
+    (
+        DSAConfig,
+        {"multi_layer_teacher": True, "share_every": 2, "indexer": IndexerConfig(**POOLS)},
+        "multi_layer_teacher=True needs indexer.pool_size=1",
+    ),
+    (MTPConfig, {"depths": -1}, "depths=-1 must be at least 0"),
+    (MTPConfig, {"repeated": True}, "repeated=True needs depths of at least 1"),
+    (MTPConfig, {**REPEATED, "shared_components": "latent_kv"}, "shared_components='latent_kv' must be a tuple"),
+    (MTPConfig, {**REPEATED, "shared_components": ["latent_kv"]}, "shared_components=['latent_kv'] must be a tuple"),
+    (
+        MTPConfig,
+        {**REPEATED, "shared_components": ("kv",)},
+        "shared_components.0='kv' must be one of latent_kv, sparse",
+    ),
+    (MTPConfig, {**REPEATED, "shared_components": (1,)}, "shared_components.0=1 must be one of"),
+    (
+        MTPConfig,
+        {**REPEATED, "shared_components": ("latent_kv",) * 2},
+        "shared_components.1='latent_kv' is there twice",
+    ),
+    (MTPConfig, {"depths": 2, "shared_components": ("latent_kv",)}, "shared_components needs repeated=True"),
+    (
+        MTPConfig,
+        {"depths": 1, "repeated": True, "shared_components": ("latent_kv",)},
+        "shared_components needs depths of at least 2",
+    ),
     *[
         (ModelConfig, {name: 0}, f"{name}=0 must be at least 1")
         for name in ("vocab_size", "hidden_size", "num_layers", "intermediate_size")
@@ -98,6 +145,45 @@ BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
         {"attention": MLAConfig(qk_rope_head_dim=32)},
         "dsa.indexer.rope_dim=64 must be 0 or 32, as in the attention",
     ),
+    (
+        ModelConfig,
+        {"mtp": MTPConfig(**REPEATED, shared_components=SHARED[1:]), "layer_types": ("dsa", "dsa", "dsa", "dense")},
+        "mtp.shared_components needs a dsa layer",
+    ),
+    (
+        ModelConfig,
+        {
+            "mtp": MTPConfig(**REPEATED, shared_components=SHARED),
+            "attention": GQAConfig(rope_dim=64),
+            "dsa": FROM_HIDDEN,
+        },
+        "mtp.shared_components names latent_kv, which needs an MLAConfig",
+    ),
+    (
+        ModelConfig,
+        {"dsa": DSAConfig(indexer_types=("full", "shared"))},
+        "dsa.indexer_types has 2 entries for num_layers=4; give one each",
+    ),
+    (
+        ModelConfig,
+        {"dsa": DSAConfig(indexer_types=("full",) * 7), "mtp": MTPConfig(depths=2)},
+        "dsa.indexer_types has 7 entries for num_layers=4; give one each, or 6 with the MTP layers",
+    ),
+    (
+        ModelConfig,
+        {"dsa": DSAConfig(indexer_types=("shared", "full", "full", "full"))},
+        "dsa.indexer_types: layer 0 (from 0) would share a selection that no dsa layer before it makes",
+    ),
+    (
+        ModelConfig,
+        {"dsa": DSAConfig(share_every=3, share_numbering="layers"), "layer_types": ("dense", "dsa", "dsa", "dsa")},
+        "dsa.share_numbering: layer 1 (from 0) would share",
+    ),
+    (
+        ModelConfig,
+        {"dsa": DSAConfig(share_every=3, share_numbering="pattern")},  # symbols 1 3 5 7; 4, an MLP, would select
+        "dsa.share_numbering: layer 2 (from 0) would share",
+    ),
     (DataConfig, {"source": ""}, "source='' must name text"),
     (DataConfig, {"pack_tokens": 1}, "pack_tokens=1 must be at least 2"),
     (DataConfig, {"min_document_tokens": -1}, "min_document_tokens=-1 must be at least 0"),
@@ -111,6 +197,7 @@ BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
     (StageConfig, {"lr_warmup": -1}, "lr_warmup=-1 must be at least 0"),
     (StageConfig, {"lr_final": 1.5}, "lr_final=1.5 must be in [0, 1]"),
     (StageConfig, {"kl_weight": 0.0}, "kl_weight=0.0 must be positive"),
+    (StageConfig, {"mtp_weight": 0.0}, "mtp_weight=0.0 must be positive"),
     (TrainConfig, {"stages": ()}, "stages is empty"),
     *[
         (TrainConfig, {name: 0}, f"{name}=0 must be at least 1")
@@ -130,12 +217,29 @@ BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
         (ParallelConfig, {name: 2}, f"{name}=2 must be 1")
         for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
     ],
+    (ParallelConfig, {"pipeline_layout": "Et*2|x"}, "pipeline_layout: 'x' in 'Et*2|x' is none of E, t, m, L"),
+    (
+        RunConfig,
+        {"parallel": ParallelConfig(pipeline_layout="Et*2|tL")},
+        "parallel.pipeline_layout: the chunks hold 3 of 't', but num_layers=4",
+    ),
     (RunConfig, {"model": ModelConfig(vocab_size=258)}, "model.vocab_size=258 must be at least 259"),
     (
         RunConfig,
         {"model": ModelConfig(layer_types=("dense",) * 4), "train": TrainConfig(stages=(DENSE, SPARSE))},
         "train.stages.1.mode='sparse' needs a dsa layer",
     ),
+    *[
+        (
+            RunConfig,
+            {
+                "model": ModelConfig(dsa=DSAConfig(indexer=IndexerConfig(**POOLS))),
+                "train": TrainConfig(stages=(DENSE, StageConfig(mode="frozen"), StageConfig(mode=mode))),
+            },
+            f"train.stages.2.mode='{mode}' trains the indexer, but model.dsa.indexer.pool_size=4 leaves it without",
+        )
+        for mode in ("warmup", "sparse")
+    ],
 ]
 CLASSES = [
     value
@@ -308,6 +412,165 @@ def test_derived_sizes() -> None:
     assert GQAConfig(rope_dim=0).rotated == 0
     assert ModelConfig(num_layers=2).types == ("dsa", "dsa")
     assert ModelConfig(num_layers=2, layer_types=("dense", "dsa")).types == ("dense", "dsa")
+
+
+GLM = {"num_layers": 78, "dsa": DSAConfig(share_every=4, share_offset=3)}
+
+
+@pytest.mark.parametrize(
+    ("written", "chunks"),
+    [
+        ("Et*3|(tt|)*2mL", ("Ettt", "tt", "tt", "mL")),
+        ("Ettt|(tt|)*2,m|L", ("Ettt", "tt", "tt", "m", "L")),
+        ("E||t*2|t*0|L", ("E", "", "tt", "", "L")),
+        ("E(t*2|)*2m*3L", ("Ett", "tt", "mmmL")),
+        ("EtL", ("EtL",)),
+    ],
+)
+def test_pipeline_layouts_are_written_out(written: str, chunks: tuple[str, ...]) -> None:
+    assert parse_pipeline_layout(written) == chunks
+
+
+@pytest.mark.parametrize(
+    "written", ["", "tL", "Et", "EEtL", "EtLL", "EtmtL", "ELt", "EmLt", "Et*L", "E(t|*2L", "E t L"]
+)
+def test_pipeline_layouts_that_cannot_be_read(written: str) -> None:
+    with pytest.raises(InputError, match=re.escape(repr(written))):
+        parse_pipeline_layout(written)
+
+
+def first_layers(model: ModelConfig, chunks: tuple[str, ...]) -> list[int]:
+    """The first layer, counted from 1, of every chunk that holds one."""
+    starts, layers = [], 0
+    for chunk in chunks:
+        own = chunk.count("t") + ("m" in chunk if model.mtp.repeated else chunk.count("m"))
+        starts += [layers + 1] if own else []
+        layers += own
+    return starts
+
+
+@pytest.mark.parametrize(
+    ("layout", "starts"),
+    [
+        ("Et*10|t*12|t*12|t*12|t*12|t*12|t*8|m*7L", [1, 11, 23, 35, 47, 59, 71, 79]),
+        ("Et*22|t*24|t*24|t*8m*7L", [1, 23, 47, 71]),
+        ("Et*18|t*24|t*24|t*12m*7L", [1, 19, 43, 67]),
+        ("E|t*22|t*24|t*24||t*8|m*7|L", [1, 23, 47, 71, 79]),
+        ("Et|t|t*4|t*72m*7L", [1, 2, 3, 7]),
+    ],
+)
+def test_pipeline_chunks_that_begin_with_a_selecting_layer(layout: str, starts: list[int]) -> None:
+    """Published splits of 78 layers and 7 repeated MTP depths; chunks without layers and of MTP alone among them."""
+    model = ModelConfig(**GLM, mtp=MTPConfig(depths=7, repeated=True))
+    chunks = parse_pipeline_layout(layout)
+    assert first_layers(model, chunks) == starts
+    assert not list(model.pipeline_problems(chunks))
+    RunConfig(model=model, parallel=ParallelConfig(pipeline_layout=layout))
+
+
+@pytest.mark.parametrize(
+    ("layout", "chunk", "layer", "source"),
+    [
+        ("Et*20|t*20|t*20|t*18L", 1, 20, 18),
+        ("Et*39|t*39L", 1, 39, 38),
+        ("E|t*3|t*75L", 2, 3, 2),
+        ("Et*22||t*24|t*25|t*7L", 4, 71, 70),
+    ],
+)
+def test_a_pipeline_chunk_that_begins_with_a_sharing_layer(layout: str, chunk: int, layer: int, source: int) -> None:
+    run = {"model": ModelConfig(**GLM), "parallel": ParallelConfig(pipeline_layout=layout)}
+    with pytest.raises(ConfigError) as caught:
+        RunConfig(**run)
+    assert caught.value.problems[0] == (
+        f"parallel.pipeline_layout: chunk {chunk} (of {layout.count('|') + 1}, from 0) begins with layer {layer}, "
+        f"which uses the selection of layer {source} in an earlier chunk; begin it with a layer that selects"
+    )
+
+
+def test_even_pipeline_splits_keep_the_rule_too() -> None:
+    with deferred_checks():
+        two, four = ParallelConfig(pp=2), ParallelConfig(pp=4)
+    assert four.chunks(78, 0) == ("E" + "t" * 20, "t" * 20, "t" * 19, "t" * 19 + "L")
+    assert two.chunks(1, 2) == ("Et", "mmL")
+    glm, every = ModelConfig(**GLM), ModelConfig(num_layers=78)
+    assert [problem.split(",")[0] for problem in glm.pipeline_problems(two.chunks(78, 0))] == ["chunk 1 (of 2"]
+    assert not list(every.pipeline_problems(two.chunks(78, 0)))
+    halves = ModelConfig(num_layers=8, dsa=DSAConfig(share_every=4))
+    assert not list(halves.pipeline_problems(two.chunks(8, 0)))
+    assert len(list(halves.pipeline_problems(four.chunks(8, 0)))) == 2
+    with deferred_checks():
+        run = RunConfig(model=glm, parallel=two)
+    assert [problem.split(":")[0] for problem in run.all_problems()] == [
+        "parallel.pp=2 must be 1",
+        "parallel.pipeline_layout",
+    ]
+
+
+def test_pipeline_chunks_of_dense_layers_need_no_selection() -> None:
+    types = ("dsa", "dsa", "dense", "dense", "dsa", "dsa")
+    model = ModelConfig(num_layers=6, layer_types=types, dsa=DSAConfig(share_every=2))
+    assert model.selection_sources == (0, 0, None, None, 4, 4)
+    assert not list(model.pipeline_problems(("Ett", "tt", "ttL")))
+    assert not list(model.pipeline_problems(("Ett", "t", "t", "tt", "L")))
+    assert len(list(model.pipeline_problems(("Et", "t", "tt", "tt", "L")))) == 1
+
+
+def test_mtp_layers_in_the_pipeline() -> None:
+    own, one = MTPConfig(depths=3), MTPConfig(depths=3, repeated=True)
+    model = ModelConfig(**GLM, mtp=own)
+    assert model.selection_sources[76:] == (74, 74, 78, 78, 78)
+    assert not list(model.pipeline_problems(("E" + "t" * 78, "mmmL")))
+    assert "chunk 2 (of 3, from 0) begins with layer 79" in next(model.pipeline_problems(("E" + "t" * 78, "m", "mmL")))
+    model = ModelConfig(**{**GLM, "num_layers": 77}, mtp=one)
+    assert model.selection_sources[76:] == (74, 74)
+    (problem,) = model.pipeline_problems(("E" + "t" * 77, "mmmL"))
+    assert "begins with layer 77, which uses the selection of layer 74" in problem
+    model = ModelConfig(**GLM, mtp=one)
+    (problem,) = model.pipeline_problems(("E" + "t" * 78 + "m", "mmL"))
+    assert problem.startswith("MTP depths stand in several chunks")
+    (problem,) = model.pipeline_problems(("E" + "t" * 78, "L"))
+    assert problem == "the chunks hold 0 of 'm', but mtp.depths=3"
+
+
+def test_sharing_schedules_count_what_they_say() -> None:
+    types = ("dense", "dsa", "dense", "dsa", "dsa", "dsa", "dense")
+    mixed = {"num_layers": 7, "layer_types": types}
+
+    def sources(model: dict[str, Any], **dsa: Any) -> tuple[int | None, ...]:
+        return ModelConfig(**model, dsa=DSAConfig(**dsa)).selection_sources
+
+    assert sources(mixed, share_every=2) == (None, 1, None, 1, 4, 4, None)
+    assert sources(mixed, share_every=2, share_offset=2, share_numbering="layers") == (None, 1, None, 3, 3, 5, None)
+    plain = {"num_layers": 6}
+    assert sources(plain, share_every=4) == (0, 0, 0, 0, 4, 4)
+    assert sources(plain, share_every=4, share_numbering="layers") == (0, 0, 0, 0, 4, 4)
+    assert sources(plain, share_every=4, share_numbering="pattern") == (0, 0, 2, 2, 4, 4)  # D-D-D-D-D-D-
+    named = ("shared", "full", "full", "shared", "shared", "full", "shared")  # the first and last are not read
+    assert sources(mixed, indexer_types=named) == (None, 1, None, 1, 1, 5, None)
+    assert sources({"num_layers": 2}, indexer_types=("full", "shared")) == (0, 0)
+
+
+def test_mtp_layers_are_numbered_behind_the_decoder() -> None:
+    dsa = DSAConfig(indexer_types=("full", "shared"))
+    assert ModelConfig(num_layers=2, dsa=dsa, mtp=MTPConfig(depths=2)).selection_sources == (0, 0, 2, 3)
+    longer = DSAConfig(indexer_types=("full", "shared", "shared", "full"))
+    assert ModelConfig(num_layers=2, dsa=longer, mtp=MTPConfig(depths=2)).selection_sources == (0, 0, 0, 3)
+    model = ModelConfig(num_layers=2, layer_types=("dsa", "dense"), mtp=MTPConfig(depths=2))
+    assert model.all_types == ("dsa", "dense", "dense", "dense")
+    assert ModelConfig(num_layers=2, mtp=MTPConfig(depths=7, repeated=True)).all_types == ("dsa",) * 3
+    assert source_number(79, 4, 3) == 79
+
+
+def test_mtp_combinations_that_are_sound() -> None:
+    for names in (None, (), SHARED, SHARED[::-1], SHARED[:1], SHARED[1:]):
+        config = MTPConfig(**REPEATED, shared_components=names)
+        ModelConfig(mtp=config)
+        assert config.shares("latent_kv") == ("latent_kv" in (names or ()))
+    ModelConfig(
+        mtp=MTPConfig(**REPEATED, shared_components=SHARED[1:]), attention=GQAConfig(rope_dim=64), dsa=FROM_HIDDEN
+    )
+    MTPConfig(depths=1, shared_components=())
+    assert (MTPConfig().num_layers, MTPConfig(depths=3).num_layers, MTPConfig(**REPEATED).num_layers) == (0, 3, 1)
 
 
 def test_models_that_are_sound() -> None:

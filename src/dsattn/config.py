@@ -1,7 +1,8 @@
 """Frozen configuration: a sentence a field, rules checked when an object is made, all broken ones reported together.
 
     RunConfig ── model: ModelConfig ── attention: MLAConfig | GQAConfig ── rope: RopeConfig
-        │                └── dsa: DSAConfig ── indexer: IndexerConfig
+        │                ├── dsa: DSAConfig ── indexer: IndexerConfig
+        │                └── mtp: MTPConfig
         ├── data: DataConfig
         ├── train: TrainConfig ── stages: StageConfig, ...
         └── parallel: ParallelConfig
@@ -12,15 +13,21 @@ Nothing else in the package validates configuration.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from dsattn.errors import ConfigError
+from dsattn.errors import ConfigError, InputError
 
 Mode = Literal["dense", "warmup", "sparse", "frozen"]
 LayerType = Literal["dsa", "dense"]
 OutputGate = Literal["none", "headwise", "elementwise"]
+IndexerType = Literal["full", "shared"]
+ShareNumbering = Literal["dsa", "layers", "pattern"]
+SharedComponent = Literal["latent_kv", "sparse_attention_index"]
+
+NOBODY = -1  # the source of a layer that would share and has nobody to share with
 
 _raise_problems = True
 
@@ -41,6 +48,27 @@ def check(config: "Checked") -> None:
     problems = list(config.all_problems())
     if problems:
         raise ConfigError(problems)
+
+
+def source_number(number: int, every: int, offset: int) -> int:
+    """The layer (counted from 1) whose selection layer `number` uses, itself where it selects: IndexShare's rule."""
+    return number - max(number - max(offset, 1), 0) % every
+
+
+def parse_pipeline_layout(text: str) -> tuple[str, ...]:
+    """Megatron Core's notation of what each pipeline chunk holds, written out: `Et*3|(tt|)*2mL` -> Ettt, tt, tt, mL.
+
+    E: embedding. t: a decoder layer. m: an MTP depth. L: head and loss. x*n and (...)*n repeat; commas mean nothing.
+    Chunks stand in order of execution: rank by rank, round after round. Raises InputError where it cannot be read.
+    """
+    written = text.replace(",", "")
+    for repeated in (r"\(([^()]*)\)\*(\d+)", r"([EtmL])\*(\d+)"):
+        written = re.sub(repeated, lambda found: found[1] * int(found[2]), written)
+    if wrong := re.search(r"[^EtmL|]", written):
+        raise InputError(f"{wrong[0]!r} in {text!r} is none of E, t, m, L, |, x*n and (...)*n")
+    if not re.fullmatch("Et*m*L", written.replace("|", "")):
+        raise InputError(f"{text!r} must hold E, then decoder layers, then MTP depths, then L, the first and last once")
+    return tuple(written.split("|"))
 
 
 class Checked:
@@ -75,7 +103,7 @@ class Checked:
     @staticmethod
     def _safely(problems: Iterator[str]) -> Iterator[str]:
         """Stop quietly where a rule between fields trips over a field that is already reported."""
-        with contextlib.suppress(ArithmeticError, TypeError):
+        with contextlib.suppress(ArithmeticError, LookupError, TypeError, ValueError):
             yield from problems
 
     def _at_least(self, least: float, *names: str) -> Iterator[str]:
@@ -267,6 +295,14 @@ class IndexerConfig(Checked):
     """Epsilon of the LayerNorm on the keys."""
     k_norm_fp32: bool = False
     """Run that LayerNorm in fp32 and cast back (Hunyuan V4)."""
+    pool_size: int = 1
+    """KPool (GLM-5.3-Flash): so many consecutive keys are scored as one and selected together; 1 scores every key."""
+    pool_tail: bool = True
+    """KPool: always read the keys behind a row's last complete pool too; K + pool_size - 1 keys at most."""
+    pool_arithmetic: Literal["fp32", "hf"] = "fp32"
+    """KPool: pool in fp32, or round and score in the order of Hugging Face's glm5_next."""
+    pool_e4m3: bool = False
+    """KPool: score Hadamard-rotated queries and pools rounded to float8 E4M3 with power-of-two scales."""
 
     def problems(self) -> Iterator[str]:
         yield from self._at_least(1, "heads", "head_dim", "top_k")
@@ -278,6 +314,21 @@ class IndexerConfig(Checked):
             yield f"rope_dim={self.rope_dim} must not exceed head_dim={self.head_dim}"
         if self.hadamard and self.head_dim & (self.head_dim - 1):
             yield f"head_dim={self.head_dim} must be a power of two for the Hadamard rotation; or set hadamard=False"
+        yield from self._at_least(1, "pool_size")
+        yield from self._one_of("pool_arithmetic", "fp32", "hf")
+        if self.top_k % max(self.pool_size, 1):
+            yield f"top_k={self.top_k} must be a multiple of pool_size={self.pool_size}: pools are kept whole"
+        for name, default in (("pool_arithmetic", "fp32"), ("pool_e4m3", False)):
+            if self.pool_size == 1 and getattr(self, name) != default:
+                yield f"{name}={getattr(self, name)!r} needs a pool_size above 1: nothing is pooled"
+        if self.pool_arithmetic == "hf" and not self.relu:
+            yield "pool_arithmetic='hf' needs relu=True: Hugging Face's glm5_next has no other scores"
+        if self.pool_e4m3 and self.pool_arithmetic == "hf":
+            yield "pool_e4m3=True needs pool_arithmetic='fp32': Hugging Face's glm5_next does not quantise"
+        if self.pool_e4m3 and self.hadamard:
+            yield "pool_e4m3=True needs hadamard=False: it rotates queries and pools itself, and twice is not at all"
+        if self.pool_e4m3 and self.head_dim & (self.head_dim - 1):
+            yield f"head_dim={self.head_dim} must be a power of two for the rotation of pool_e4m3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +341,12 @@ class DSAConfig(Checked):
     """Select in every n-th layer; the layers between reuse its selection and own no indexer. 1: every layer selects."""
     share_offset: int = 0
     """The first max(offset, 1) layers all select; the period starts there."""
+    share_numbering: ShareNumbering = "dsa"
+    """What the two count: `dsa` layers, all `layers` (Hugging Face), or symbols of a `pattern` (Megatron's hybrids)."""
+    indexer_types: tuple[IndexerType, ...] | None = None
+    """`full` (selects) or `shared` for each layer, in place of the two; MTP layers behind its end are full."""
+    multi_layer_teacher: bool = False
+    """A selecting layer's KL is the mean over all layers that use its selection (IndexCache, arXiv 2603.12201)."""
     block_bytes: int = 2**30
     """Most bytes of indexer scores alive at once; the selection has the same bits for any value."""
     precision: Literal["bf16"] = "bf16"
@@ -304,6 +361,64 @@ class DSAConfig(Checked):
         yield from self._at_least(0, "share_offset")
         yield from self._at_least(1, "block_bytes")
         yield from self._one_of("precision", "bf16")
+        yield from self._one_of("share_numbering", *get_args(ShareNumbering))
+        for index, kind in enumerate(self.indexer_types or ()):
+            if kind not in get_args(IndexerType):
+                yield f"indexer_types.{index}={kind!r} must be one of full, shared"
+        if self.indexer_types is not None and (self.share_every, self.share_offset) != (1, 0):
+            yield "indexer_types names the layers that select: leave share_every and share_offset at 1 and 0, or it out"
+        if self.multi_layer_teacher and not self.shares:
+            yield "multi_layer_teacher=True needs layers that share: set share_every above 1, or indexer_types"
+        if self.multi_layer_teacher and self.indexer.pool_size > 1:
+            yield "multi_layer_teacher=True needs indexer.pool_size=1: pooled keys have no loss to take a mean of"
+
+    @property
+    def shares(self) -> bool:
+        """Whether any layer may use another's selection."""
+        return self.share_every > 1 or "shared" in (self.indexer_types or ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPConfig(Checked):
+    """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): layers behind the decoder that predict further ahead.
+
+    Depth k = 1 .. depths reads the depth before it and the token k ahead, and predicts the token k + 1 ahead. Its layer
+    is of the type of the decoder's last one.
+    """
+
+    depths: int = 0
+    """Further tokens that are predicted; 0 for none."""
+    repeated: bool = False
+    """One layer for all depths; otherwise each depth has its own."""
+    shared_components: tuple[SharedComponent, ...] | None = None
+    """What later depths of a repeated layer take from the first: `latent_kv`, `sparse_attention_index`, or both."""
+
+    def problems(self) -> Iterator[str]:
+        yield from self._at_least(0, "depths")
+        if self.repeated and self.depths == 0:
+            yield "repeated=True needs depths of at least 1: there is no layer to repeat"
+        names = self.shared_components
+        if names is not None and not isinstance(names, tuple):
+            yield f"shared_components={names!r} must be a tuple of names, such as ('latent_kv',)"
+            return
+        for index, name in enumerate(names or ()):
+            if name not in get_args(SharedComponent):
+                yield f"shared_components.{index}={name!r} must be one of {', '.join(get_args(SharedComponent))}"
+            elif names and name in names[:index]:
+                yield f"shared_components.{index}={name!r} is there twice; name each component once"
+        if names and not self.repeated:
+            yield "shared_components needs repeated=True: layers of their own have keys and indexers of their own"
+        if names and self.depths == 1:
+            yield "shared_components needs depths of at least 2: one depth has nobody to share with"
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that own parameters."""
+        return min(self.depths, 1) if self.repeated else self.depths
+
+    def shares(self, component: SharedComponent) -> bool:
+        """Whether depths take `component` from the first."""
+        return component in (self.shared_components or ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +437,8 @@ class ModelConfig(Checked):
     """The attention of every layer."""
     dsa: DSAConfig = field(default_factory=DSAConfig)
     """Selection of the `dsa` layers."""
+    mtp: MTPConfig = field(default_factory=MTPConfig)
+    """Multi-token prediction behind the decoder."""
     layer_types: tuple[LayerType, ...] | None = None
     """`dsa` or `dense` for each layer; none makes every layer `dsa`."""
     norm_eps: float = 1e-6
@@ -345,11 +462,85 @@ class ModelConfig(Checked):
         rotated = getattr(self.attention, "qk_rope_head_dim", getattr(self.attention, "rotated", 0))
         if indexer.rope_dim not in (0, rotated):
             yield f"dsa.indexer.rope_dim={indexer.rope_dim} must be 0 or {rotated}, as in the attention"
+        if self.mtp.shared_components and self.types[-1:] == ("dense",):
+            yield "mtp.shared_components needs a dsa layer: MTP layers are of the last layer's type, which is dense"
+        if self.mtp.shares("latent_kv") and isinstance(self.attention, GQAConfig):
+            yield "mtp.shared_components names latent_kv, which needs an MLAConfig: GQA has no latent"
+        given = self.dsa.indexer_types
+        if given is not None and not self.num_layers <= len(given) <= len(self.all_types):
+            most = "" if not self.mtp.depths else f", or {len(self.all_types)} with the MTP layers"
+            yield f"dsa.indexer_types has {len(given)} entries for num_layers={self.num_layers}; give one each{most}"
+        where = "share_numbering" if given is None else "indexer_types"
+        for index in [index for index, source in enumerate(self.selection_sources) if source == NOBODY][:1]:
+            yield f"dsa.{where}: layer {index} (from 0) would share a selection that no dsa layer before it makes"
+
+    def pipeline_problems(self, chunks: Sequence[str]) -> Iterator[str]:
+        """Yield a sentence for each chunk that this model cannot be cut into; chunks as `parse_pipeline_layout` gives.
+
+        No selection travels between chunks, so each must begin (dense layers apart) with a layer that selects.
+        """
+        for symbol, wanted, name in (("t", self.num_layers, "num_layers"), ("m", self.mtp.depths, "mtp.depths")):
+            held = sum(chunk.count(symbol) for chunk in chunks)
+            if held != wanted:
+                yield f"the chunks hold {held} of {symbol!r}, but {name}={wanted}"
+                return
+        if self.mtp.repeated and sum("m" in chunk for chunk in chunks) > 1:
+            yield "MTP depths stand in several chunks, but mtp.repeated=True gives them one layer; keep them in one"
+            return
+        sources, first = self.selection_sources, 0
+        for number, chunk in enumerate(chunks):
+            own = chunk.count("t") + (min(chunk.count("m"), 1) if self.mtp.repeated else chunk.count("m"))
+            layers = range(first, first + own)
+            first += own
+            for layer in [layer for layer in layers if sources[layer] not in (None, *layers)][:1]:
+                source = sources[layer]
+                yield (
+                    f"chunk {number} (of {len(chunks)}, from 0) begins with layer {layer}, which uses the selection of "
+                    f"layer {source} in an earlier chunk; begin it with a layer that selects"
+                )
 
     @property
     def types(self) -> tuple[LayerType, ...]:
-        """One entry a layer."""
+        """One entry a decoder layer."""
         return self.layer_types if self.layer_types is not None else ("dsa",) * self.num_layers
+
+    @property
+    def all_types(self) -> tuple[LayerType, ...]:
+        """One entry a layer: the decoder's, then those of MTP, which are of the type of the last one."""
+        types = self.types
+        return types + types[-1:] * self.mtp.num_layers
+
+    @property
+    def selection_sources(self) -> tuple[int | None, ...]:
+        """For each layer, MTP layers behind the decoder's, the layer whose selection it uses; None for dense layers.
+
+        All from 0. A layer that selects is its own source.
+        """
+        dsa, given = self.dsa, self.dsa.indexer_types
+        sources: list[int | None] = []
+        count, last = 0, NOBODY
+        for index, kind in enumerate(self.all_types):
+            if kind != "dsa":
+                sources.append(None)
+                continue
+            count += 1
+            if given is not None:
+                selects = index >= len(given) or given[index] == "full"
+            elif dsa.share_numbering == "dsa":
+                selects = source_number(count, dsa.share_every, dsa.share_offset) == count
+            else:
+                sources.append(self._source_by_place(index))
+                continue
+            last = index if selects else last
+            sources.append(last)
+        return tuple(sources)
+
+    def _source_by_place(self, index: int) -> int:
+        """The source of dsa layer `index` where every place counts: two a layer in a pattern, its mixer and its MLP."""
+        width = 2 if self.dsa.share_numbering == "pattern" else 1
+        number = source_number(width * index + 1, self.dsa.share_every, self.dsa.share_offset)
+        source, rest = divmod(number - 1, width)
+        return NOBODY if rest or self.all_types[source] != "dsa" else source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,12 +590,14 @@ class StageConfig(Checked):
     """Learning rate at the end, as a share of the peak; the way there is a half cosine."""
     kl_weight: float = 1.0
     """Weight of the indexer's KL loss beside the language-model loss."""
+    mtp_weight: float = 0.1
+    """Weight of the multi-token prediction loss, the mean of its depths, beside the language-model loss."""
 
     def problems(self) -> Iterator[str]:
         yield from self._one_of("mode", "dense", "warmup", "sparse", "frozen")
         yield from self._at_least(1, "steps")
         yield from self._at_least(0, "lr_warmup")
-        yield from self._above_zero("lr", "kl_weight")
+        yield from self._above_zero("lr", "kl_weight", "mtp_weight")
         if not 0 <= self.lr_final <= 1:
             yield f"lr_final={self.lr_final} must be in [0, 1]"
 
@@ -491,12 +684,33 @@ class ParallelConfig(Checked):
     """Pipeline stages."""
     ep: int = 1
     """Expert parallel ranks."""
+    pipeline_layout: str | None = None
+    """What each pipeline chunk holds, in Megatron's notation (`Et*4|t*4mL`); none splits the layers evenly."""
 
     def problems(self) -> Iterator[str]:
-        for item in dataclasses.fields(self):
-            value: Any = getattr(self, item.name)
+        for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"):
+            value: Any = getattr(self, name)
             if value != 1:
-                yield f"{item.name}={value} must be 1: this version trains on one process"
+                yield f"{name}={value} must be 1: this version trains on one process"
+        if self.pipeline_layout is not None:
+            try:
+                parse_pipeline_layout(self.pipeline_layout)
+            except InputError as error:
+                yield f"pipeline_layout: {error}"
+
+    def chunks(self, num_layers: int, mtp_depths: int) -> tuple[str, ...]:
+        """What each pipeline chunk holds, as `parse_pipeline_layout` gives it.
+
+        Without a layout each of `pp` chunks gets as many decoder layers, the first ones one more where that does not
+        come out even, and the last one MTP.
+        """
+        if self.pipeline_layout is not None:
+            return parse_pipeline_layout(self.pipeline_layout)
+        each, more = divmod(num_layers, self.pp)
+        held = ["t" * (each + (chunk < more)) for chunk in range(self.pp)]
+        held[0] = "E" + held[0]
+        held[-1] += "m" * mtp_depths + "L"
+        return tuple(held)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -515,7 +729,16 @@ class RunConfig(Checked):
     def problems(self) -> Iterator[str]:
         if self.data.tokenizer == "bytes" and self.model.vocab_size < 259:
             yield f"model.vocab_size={self.model.vocab_size} must be at least 259 for the byte tokenizer"
+        for problem in self.model.pipeline_problems(self.parallel.chunks(self.model.num_layers, self.model.mtp.depths)):
+            yield f"parallel.pipeline_layout: {problem}"
         if all(kind == "dense" for kind in self.model.types):
             for index, stage in enumerate(self.train.stages):
                 if stage.mode != "dense":
                     yield f"train.stages.{index}.mode={stage.mode!r} needs a dsa layer in model.layer_types"
+        pool_size = self.model.dsa.indexer.pool_size
+        for index, stage in enumerate(self.train.stages):
+            if pool_size > 1 and stage.mode in ("warmup", "sparse"):
+                yield (
+                    f"train.stages.{index}.mode={stage.mode!r} trains the indexer, but model.dsa.indexer.pool_size="
+                    f"{pool_size} leaves it without a loss: a pool's score teaches no single key; use frozen or dense"
+                )

@@ -9,7 +9,7 @@ from dsattn.errors import InputError
 from dsattn.keys import Layout
 from dsattn.nn import GQASelfAttention, MLASelfAttention
 from dsattn.nn.attention import SelfAttention
-from dsattn.nn.state import LayerCache, Pass
+from dsattn.nn.state import Handed, LayerCache, Pass
 from dsattn.ops import indexer_kl
 
 MODEL, ROWS, TOP_K = 16, 24, 5
@@ -189,6 +189,51 @@ def test_a_sharing_layer_uses_the_selection_it_is_handed(kind):
     assert out.kl is None
     recent = source(hidden.flip(0), layout).selection
     assert (sharing(hidden, layout, selection=recent).hidden - out.hidden).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("mode", ["warmup", "sparse"])
+def test_a_sharing_layer_teaches_the_indexer_it_is_handed(kind, mode):
+    """Its own attention is the target; nothing else learns from it, and without the indexer there is no loss."""
+    source, sharing = attention(kind), attention(kind, role="shares")
+    layout = Layout.packed([10, 13], total=ROWS)
+    first, hidden = torch.randn(ROWS, MODEL), torch.randn(ROWS, MODEL, requires_grad=True)
+    run, seen = Pass(mode=mode), []
+    out = source(first, layout, run)
+    chosen = out.selection
+    assert sharing(hidden, layout, run, selection=chosen).kl is None
+    handed = Pass(mode=mode, handed=Handed(index=out.index), probe=lambda *what: seen.append(what[1]))
+    kl = sharing(hidden, layout, handed, selection=chosen).kl
+    what = seen[0]
+    assert what.index is None  # of the layer that was seen
+    wanted = indexer_kl(
+        *out.index, what.q, what.kv, what.lse, layout.keys, chosen, scale=what.scale, real_rows=layout.real_rows
+    )
+    torch.testing.assert_close(kl, wanted)
+    assert (kl - out.kl).abs() > 1e-4
+    kl.backward()
+    assert set(gradients(source)) == indexer_names(source)
+    assert not gradients(sharing)
+    assert hidden.grad is None or not hidden.grad.any()
+    for quiet in (Pass(mode=mode, handed=handed.handed, with_kl=False), Pass(mode="dense", handed=handed.handed)):
+        assert sharing(hidden, layout, quiet, selection=chosen if quiet.mode == "sparse" else None).kl is None
+
+
+def test_keys_that_are_handed_to_a_layer_with_its_own_are_an_error():
+    module, hidden, layout = attention("gqa"), torch.randn(ROWS, MODEL), Layout.causal(ROWS)
+    entries = module(hidden, layout).entries
+    with pytest.raises(InputError, match=r"handed\.entries is given, but layer 3 has keys of its own"):
+        module(hidden, layout, Pass(handed=Handed(entries=entries)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_hands_out_what_it_attended_to(kind, mode):
+    module, hidden, layout = attention(kind), torch.randn(ROWS, MODEL, requires_grad=True), Layout.causal(ROWS)
+    out = module(hidden, layout, Pass(mode=mode))
+    assert all(x.shape[0] == ROWS and x.requires_grad for x in out.entries)
+    assert len(out.entries) == (1 if kind == "mla" and mode in ("sparse", "frozen") else 2)
+    assert (out.index is None) == (mode == "dense")
+    if out.index is not None:
+        assert {x.requires_grad for x in out.index} == {mode != "frozen"}
 
 
 def test_a_selecting_layer_can_be_handed_a_selection_too(kind):

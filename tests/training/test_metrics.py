@@ -271,10 +271,11 @@ def board(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_tensorboard_shows_every_number(tmp_path):
     health = Health([layer_health(0), layer_health(2, recall=0.6, captured=None)], 4, 40, [4] * 5)
-    write(tmp_path, train_event(5), eval_event(5, health), tensorboard=True)
+    write(tmp_path, train_event(5, mtp_losses=[2.5, 3.5]), eval_event(5, health), tensorboard=True)
     found = board(tmp_path)
     assert found["train/lm_loss"] == [(5, pytest.approx(1.0))]
     assert found["train/kl/layer_2"] == [(5, pytest.approx(0.6))]
+    assert found["train/mtp/depth_2"] == [(5, pytest.approx(3.5))]
     assert found["health/recall"] == [(5, pytest.approx(0.7))]
     assert found["health_layers/recall/layer_2"] == [(5, pytest.approx(0.6))]
     assert found["eval/lm_loss"] == [(5, pytest.approx(2.0))]

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from dsattn.config import DSAConfig, IndexerConfig, MLAConfig, ModelConfig, StageConfig, TrainConfig
+from dsattn.config import DSAConfig, IndexerConfig, MLAConfig, ModelConfig, MTPConfig, StageConfig, TrainConfig
 from dsattn.keys import Layout
 from dsattn.model.decoder import Decoder
 from dsattn.training import step as step_module
-from dsattn.training.data import IGNORED_LABEL, Pack
+from dsattn.training.data import IGNORED_LABEL, Pack, fold
 from dsattn.training.stages import set_mode
 from dsattn.training.step import Losses, accumulate_gradients
 
@@ -36,23 +36,29 @@ def _pack(lengths: list[int], total: int, seed: int) -> Pack:
     return Pack(tokens, labels, layout, int((labels != IGNORED_LABEL).sum()))
 
 
-def _gradients(mode: str, per_micro_batch: int, total: int = 40) -> tuple[Losses, dict[str, torch.Tensor]]:
+def _gradients(
+    mode: str, per_micro_batch: int, total: int = 40, depths: int = 0, mtp_weight: float = 0.4
+) -> tuple[Losses, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
-    model = Decoder(MODEL).train()
+    model = Decoder(dataclasses.replace(MODEL, mtp=MTPConfig(depths=depths))).train()
     set_mode(model, mode)  # pyright: ignore[reportArgumentType]
     packs = [_pack(lengths, total, seed) for seed, lengths in enumerate(LENGTHS)]
     train = TrainConfig(packs_per_step=8, packs_per_micro_batch=per_micro_batch)
-    losses = accumulate_gradients(model, packs, StageConfig(mode=mode, kl_weight=0.7), train)  # pyright: ignore[reportArgumentType]
+    stage = StageConfig(mode=mode, kl_weight=0.7, mtp_weight=mtp_weight)  # pyright: ignore[reportArgumentType]
+    losses = accumulate_gradients(model, packs, stage, train)
     return losses, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("mode", ["dense", "warmup", "sparse", "frozen"])
-def test_one_by_eight_equals_four_by_two_equals_eight_by_one(mode: str) -> None:
-    whole, expected = _gradients(mode, 8)
+@pytest.mark.parametrize("depths", [0, 2])
+def test_one_by_eight_equals_four_by_two_equals_eight_by_one(mode: str, depths: int) -> None:
+    whole, expected = _gradients(mode, 8, depths=depths)
     assert expected
+    assert len(whole.mtp) == depths
     for per_micro_batch in (2, 1):
-        losses, got = _gradients(mode, per_micro_batch)
+        losses, got = _gradients(mode, per_micro_batch, depths=depths)
         assert losses.lm == pytest.approx(whole.lm, rel=1e-5)
+        assert losses.mtp == pytest.approx(whole.mtp, rel=1e-5)
         assert losses.rows == whole.rows == sum(map(sum, LENGTHS))
         assert losses.kl == pytest.approx(whole.kl, rel=1e-5)
         assert got.keys() == expected.keys()
@@ -61,10 +67,12 @@ def test_one_by_eight_equals_four_by_two_equals_eight_by_one(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["warmup", "sparse"])
-def test_padding_changes_nothing(mode: str) -> None:
-    losses, expected = _gradients(mode, 8, total=32)
-    padded, got = _gradients(mode, 8, total=57)
+@pytest.mark.parametrize("depths", [0, 2])
+def test_padding_changes_nothing(mode: str, depths: int) -> None:
+    losses, expected = _gradients(mode, 8, total=32, depths=depths)
+    padded, got = _gradients(mode, 8, total=57, depths=depths)
     assert padded.lm == pytest.approx(losses.lm, rel=1e-6)
+    assert padded.mtp == pytest.approx(losses.mtp, rel=1e-6)
     assert padded.kl == pytest.approx(losses.kl, rel=1e-5)
     for name, gradient in got.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
@@ -86,6 +94,35 @@ def test_kl_is_reported_by_layer_and_weighs_the_gradient_only() -> None:
     assert losses.kl_mean == pytest.approx(sum(losses.kl.values()) / 2)
     assert all(gradients[n].abs().sum() > 0 for n in gradients if "indexer.w" in n)
     assert _gradients("dense", 8)[0].kl_mean is None
+
+
+def test_mtp_weighs_the_mean_of_its_depths() -> None:
+    """The gradient is linear in the weight, and that of the losses written out."""
+    (once, first), (_, second), (_, third) = (
+        _gradients("frozen", 8, depths=2, mtp_weight=weight) for weight in (0.2, 0.4, 0.6)
+    )
+    assert all(loss > 1 for loss in once.mtp)
+    assert _gradients("frozen", 8)[0].mtp == ()
+    torch.manual_seed(0)
+    model = Decoder(dataclasses.replace(MODEL, mtp=MTPConfig(depths=2))).train()
+    micro = fold([_pack(lengths, 40, seed) for seed, lengths in enumerate(LENGTHS)])
+    out = model(micro.tokens, micro.layout)
+    losses = model.mtp_losses(out.ahead, micro.labels, micro.layout, micro.num_labels)
+    assert losses.tolist() == pytest.approx(once.mtp, rel=1e-5)
+    losses.mean().backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert any("eh_proj" in name for name in wanted)
+    for name, gradient in wanted.items():
+        if name in first:
+            torch.testing.assert_close((second[name] - first[name]) / 0.2, gradient, rtol=1e-3, atol=1e-5, msg=name)
+            torch.testing.assert_close(third[name] - second[name], second[name] - first[name], rtol=1e-3, atol=1e-5)
+
+
+def test_mtp_indexers_warm_up_with_the_others() -> None:
+    losses, gradients = _gradients("warmup", 8, depths=2)
+    assert set(losses.kl) == {0, 1, 2, 3}
+    assert set(gradients) == {name for name in gradients if "indexer" in name}
+    assert any(name.startswith("model.layers.3.") for name in gradients)
 
 
 def test_a_batch_without_labels_has_loss_zero() -> None:

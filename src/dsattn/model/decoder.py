@@ -17,14 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from dsattn.config import GQAConfig, ModelConfig
 from dsattn.errors import InputError
 from dsattn.keys import Layout
-from dsattn.model.sharing import selection_sources
+from dsattn.model.mtp import IGNORED_LABEL, predict_ahead, shifted
+from dsattn.model.sharing import Sharing
 from dsattn.nn import GQASelfAttention, LightningIndexer, MLASelfAttention
 from dsattn.nn.attention import Role, SelfAttention, without_padding
 from dsattn.nn.norm import RMSNorm
 from dsattn.nn.state import SPARSE, AttentionOutput, LayerCache, Pass
 from dsattn.selection import Selection
-
-IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
@@ -32,13 +31,15 @@ class DecoderOutput:
     """hidden: [T, M], after the last norm; zeros in padding rows.
 
     selections: by index of the layer that selected. kl: fp32 scalar by layer index, sum over real rows / divisor each.
-    caches: one a layer, where caches were given.
+    caches: one a layer, where caches were given. ahead: [T, M] of each depth of multi-token prediction, where they ran;
+    depth k has index num_layers + k - 1 in `selections` and `kl`.
     """
 
     hidden: Tensor
     selections: dict[int, Selection]
     kl: dict[int, Tensor]
     caches: tuple[LayerCache, ...] | None
+    ahead: tuple[Tensor, ...] = ()
 
     @property
     def kl_sum(self) -> Tensor | None:
@@ -92,39 +93,88 @@ def _attention(config: ModelConfig, role: Role, layer_index: int) -> SelfAttenti
     return MLASelfAttention(config.hidden_size, attention, dsa, role=role, layer_index=layer_index)
 
 
+class MTPLayer(DecoderLayer):
+    """A depth of multi-token prediction; see `model/mtp.py`.
+
+    Parameter names are those of DeepSeek-V3's and GLM's checkpoints: enorm, hnorm, eh_proj, shared_head.norm.
+    """
+
+    def __init__(self, config: ModelConfig, role: Role, layer_index: int):
+        super().__init__(config, role, layer_index)
+        self.enorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.hnorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.norm_eps)})
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        layout: Layout,
+        run: Pass = SPARSE,
+        *,
+        selection: Selection | None = None,
+    ) -> AttentionOutput:
+        """hidden [T, M] of the depth before, embedded [T, M] of the tokens ahead -> this depth's, normed."""
+        joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
+        out = super().forward(joined, layout, run, selection=selection)
+        return dataclasses.replace(out, hidden=self.shared_head["norm"](out.hidden))
+
+
+def decoder_layers(config: ModelConfig) -> list[DecoderLayer]:
+    """The decoder's layers, then those of multi-token prediction: which is which follows from `config` alone.
+
+    A pipeline stage keeps its own of them, so a stage of nothing but MTP has the layers that the whole model has.
+    """
+    return [
+        (DecoderLayer if index < config.num_layers else MTPLayer)(
+            config, "dense" if source is None else "selects" if source == index else "shares", index
+        )
+        for index, source in enumerate(config.selection_sources)
+    ]
+
+
 class Backbone(nn.Module):
     """Embedding, layers and last norm."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        dsa = config.dsa
-        self.sources = selection_sources(config.types, every=dsa.share_every, offset=dsa.share_offset)
+        self.config = config
+        self.sources = config.selection_sources[: config.num_layers]
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, "dense" if source is None else "selects" if source == index else "shares", index)
-            for index, source in enumerate(self.sources)
-        )
+        self.layers = nn.ModuleList(decoder_layers(config))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
-        self, tokens: Tensor, layout: Layout, run: Pass, caches: Sequence[LayerCache] | None = None
+        self,
+        tokens: Tensor,
+        layout: Layout,
+        run: Pass,
+        caches: Sequence[LayerCache] | None = None,
+        tokens_ahead: Tensor | None = None,
     ) -> DecoderOutput:
+        config = self.config
         hidden = without_padding(self.embed_tokens(tokens.masked_fill(~layout.real_rows, 0)), layout)
-        selections: dict[int, Selection] = {}
-        kl: dict[int, Tensor] = {}
+        sharing = Sharing(config.selection_sources, teach=config.dsa.multi_layer_teacher and caches is None)
         grown: list[LayerCache] = []
-        for index, (layer, source) in enumerate(zip(self.layers, self.sources, strict=True)):
-            shared = None if source is None else selections.get(source)
+        layers = list(self.layers)
+        for index, layer in enumerate(layers[: config.num_layers]):
             cache = None if caches is None else caches[index]
-            out: AttentionOutput = layer(hidden, layout, run, selection=shared, cache=cache)
+            selection, own = sharing.before(index, run)
+            out: AttentionOutput = layer(hidden, layout, own, selection=selection, cache=cache)
             hidden = out.hidden
-            if out.selection is not None and source == index:
-                selections[index] = out.selection
-            if out.kl is not None:
-                kl[index] = out.kl
+            sharing.after(index, out)
             if out.cache is not None:
                 grown.append(out.cache)
-        return DecoderOutput(self.norm(hidden), selections, kl, None if caches is None else tuple(grown))
+        hidden, ahead = self.norm(hidden), ()
+        if tokens_ahead is not None:
+            embedded = map(self._embed_ahead, tokens_ahead)
+            ahead = predict_ahead(layers[config.num_layers :], config, hidden, embedded, layout, run, sharing)
+        return DecoderOutput(hidden, sharing.selections, sharing.kl, None if caches is None else tuple(grown), ahead)
+
+    def _embed_ahead(self, tokens: Tensor) -> Tensor:
+        nobody = tokens == IGNORED_LABEL
+        return self.embed_tokens(tokens.masked_fill(nobody, 0)).masked_fill(nobody[:, None], 0)
 
 
 class Decoder(nn.Module):
@@ -138,19 +188,32 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def forward(
-        self, tokens: Tensor, layout: Layout, run: Pass = SPARSE, *, caches: Sequence[LayerCache] | None = None
+        self,
+        tokens: Tensor,
+        layout: Layout,
+        run: Pass = SPARSE,
+        *,
+        caches: Sequence[LayerCache] | None = None,
+        tokens_ahead: Tensor | None = None,
     ) -> DecoderOutput:
         """One micro-batch.
 
         tokens: [T] int64; what stands in padding rows is not read. caches: one a layer (`empty_caches` to begin);
         then layout is `Layout.continuation(caches[0].num_rows, T)`, and the output's caches hold these rows too.
-        Raises InputError where sizes do not fit.
+        tokens_ahead: [N, T] int64, `model.mtp.look_ahead` of the whole pack's tokens; needed for multi-token prediction
+        where these rows are a part of it. Raises InputError where sizes do not fit.
         """
         if tokens.shape != layout.real_rows.shape:
             raise InputError(f"tokens must be {list(layout.real_rows.shape)} by the layout, got {list(tokens.shape)}")
         if caches is not None and len(caches) != self.config.num_layers:
             raise InputError(f"caches has {len(caches)} entries for {self.config.num_layers} layers; give one each")
-        return self.model(tokens, layout, run, caches)
+        depths = self.config.mtp.depths
+        if run.with_mtp and (depths == 0 or caches is not None):
+            why = "decoding with caches knows none" if depths else "the model has mtp.depths=0"
+            raise InputError(f"with_mtp=True asks for tokens ahead, but {why}; leave it None")
+        wanted = depths > 0 and caches is None and (self.training if run.with_mtp is None else run.with_mtp)
+        tokens_ahead = shifted("tokens_ahead", tokens_ahead, tokens, layout, depths) if wanted else None
+        return self.model(tokens, layout, run, caches, tokens_ahead)
 
     def empty_caches(self) -> tuple[LayerCache, ...]:
         """Caches that have seen no row."""
@@ -181,6 +244,25 @@ class Decoder(nn.Module):
         ]
         return torch.stack(losses).sum() / divisor
 
+    def mtp_losses(
+        self,
+        ahead: Sequence[Tensor],
+        labels: Tensor,
+        layout: Layout,
+        divisor: int | float | Tensor | None = None,
+        *,
+        labels_ahead: Tensor | None = None,
+    ) -> Tensor:
+        """[N]: the loss of each depth of multi-token prediction, a sum like `lm_loss` over the same divisor.
+
+        ahead: of the output. labels, divisor: as for `lm_loss`; depth k has fewer labels and the same divisor
+        (DeepSeek-V3, eq. 24). labels_ahead: [N, T], as tokens_ahead.
+        """
+        if divisor is None:
+            divisor = (labels != IGNORED_LABEL).sum().clamp(min=1)
+        labels_ahead = shifted("labels_ahead", labels_ahead, labels, layout, len(ahead))
+        return torch.stack([self.lm_loss(*one, divisor) for one in zip(ahead, labels_ahead, strict=True)])
+
     def _summed_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         logits = self.logits(hidden)
         wide = torch.promote_types(logits.dtype, torch.float32)
@@ -188,7 +270,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Fresh weights, the backbone's first: a seed gives the same backbone whatever the indexers' geometry.
+        """Fresh weights, the backbone's first: a seed gives the same backbone whatever MTP and the indexers' geometry.
 
         Normal with `init_std`, divided by sqrt(2 num_layers) where a projection adds to the residual stream; norms are
         identities, sinks zero.
@@ -196,9 +278,9 @@ class Decoder(nn.Module):
         std = self.config.init_std
         residual = std / math.sqrt(2 * self.config.num_layers)
         indexers = {module for indexer in self.indexers() for module in indexer.modules()}
-        for name, module in self.named_modules():
-            if module in indexers:
-                continue
+        ahead = {module for layer in self.model.layers[self.config.num_layers :] for module in layer.modules()}
+        modules = [(name, module) for name, module in self.named_modules() if module not in indexers]
+        for name, module in sorted(modules, key=lambda named: named[1] in ahead):
             if isinstance(module, nn.Linear | nn.Embedding):
                 adds = name.endswith(("o_proj", "down_proj"))
                 nn.init.normal_(module.weight, std=residual if adds else std, generator=generator)

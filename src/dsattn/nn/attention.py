@@ -6,7 +6,8 @@
     sparse   the selected keys    chooses, in a layer that selects       over the selected keys
     frozen   the selected keys    chooses, without gradients             none
 
-State is passed and returned: a `Selection` from an earlier layer and a `LayerCache` come in and go out as values.
+State is passed and returned: a `Selection` from an earlier layer, a `LayerCache` and what `Handed` names come in and go
+out as values.
 Letters: T rows, S keys, M model width, H heads, V value width, C latent width, G kv groups, d head width.
 """
 
@@ -20,7 +21,7 @@ from dsattn.config import DSAConfig, GQAConfig, MLAConfig
 from dsattn.errors import InputError
 from dsattn.keys import Layout
 from dsattn.nn.indexer import IndexerOutput, LightningIndexer
-from dsattn.nn.state import AttentionOutput, LayerCache, Observation, Pass
+from dsattn.nn.state import AttentionOutput, Handed, LayerCache, Observation, Pass
 from dsattn.ops import indexer_kl, select_keys
 from dsattn.selection import Selection
 
@@ -82,6 +83,9 @@ class SelfAttention(nn.Module):
         q: [T, H, C or d]. entries: the keys and values of this pass's rows, as a LayerCache names them.
         index_inputs: (hidden, query latent or None), for the indexer.
         """
+        handed = run.handed or Handed()
+        if handed.entries is not None and handed.entries is not entries:
+            raise InputError(f"handed.entries is given, but layer {self.layer_index} has keys of its own; hand it none")
         dense, chooses, learns = self._plan(run, selection)
         observed = run.mode != "dense" and (run.probe is not None or cache is not None)
         index = None
@@ -99,27 +103,28 @@ class SelfAttention(nn.Module):
         if index is not None and chooses:
             selection = self._select(index, layout)
         kl = None
+        taught = index if self.indexer is not None else handed.index
         if selection is None:
             assert dense, "the plan promised a selection"
             out, lse = self._dense(q, entries, layout)
-            if index is not None and learns:
-                kl = self._kl(index, q, entries, lse, None, layout, run)
-        elif index is not None and learns:
-            out, lse, kl = self._sparse_and_kl(index, q, entries, selection, layout, run)
+            if taught is not None and learns:
+                kl = self._kl(taught, q, entries, lse, None, layout, run)
+        elif taught is not None and learns:
+            out, lse, kl = self._sparse_and_kl(taught, q, entries, selection, layout, run)
         else:
             out, lse = self._sparse(q, entries, selection)
         if run.probe is not None:
             seen = (q.detach(), entries[0].detach(), lse.detach())
-            index = index and IndexerOutput(*(x.detach() for x in index))
-            run.probe(self.layer_index, Observation(*seen, self.config.scale, index, selection, layout))
-        return AttentionOutput(out, selection, kl, cache)
+            own = index and IndexerOutput(*(x.detach() for x in index))
+            run.probe(self.layer_index, Observation(*seen, self.config.scale, own, selection, layout))
+        return AttentionOutput(out, selection, kl, cache, index, entries)
 
     def reads_every_key(self, run: Pass) -> bool:
         """Whether this layer attends to all visible keys, not to selected ones."""
         return self.role == "dense" or run.mode in ("dense", "warmup")
 
     def _plan(self, run: Pass, selection: Selection | None) -> tuple[bool, bool, bool]:
-        """(every visible key is read, the indexer chooses, the indexer learns).
+        """(every visible key is read, the indexer chooses, an indexer learns: the own one, or the one that is handed).
 
         Raises InputError where a selection is missing, or would be ignored.
         """
@@ -133,8 +138,16 @@ class SelfAttention(nn.Module):
                 "pass the selection of its source layer (model.sharing.source_layer)"
             )
         free = self.role == "selects" and selection is None
+        teaches = self.role == "shares" and run.handed is not None and run.handed.index is not None
         wanted = run.with_kl if run.with_kl is not None else self.training and torch.is_grad_enabled()
-        return dense, free and not dense, free and wanted and run.mode in ("warmup", "sparse")
+        learns = (free or teaches) and wanted and run.mode in ("warmup", "sparse")
+        if learns and self.dsa.indexer.pool_size > 1:
+            raise InputError(
+                f"mode={run.mode!r} asks for the indexer's loss, but layer {self.layer_index} selects pools of "
+                f"{self.dsa.indexer.pool_size} keys: a pool's score teaches no single key; use Pass(mode='frozen'), "
+                "Pass(with_kl=False), or pool_size=1"
+            )
+        return dense, free and not dense, learns
 
     def _check_keys(self, keys: Tensor, layout: Layout) -> None:
         if layout.num_keys != keys.shape[0]:
@@ -145,6 +158,9 @@ class SelfAttention(nn.Module):
 
     def _select(self, index: IndexerOutput, layout: Layout) -> Selection:
         dsa = self.dsa
+        if self.indexer is not None and dsa.indexer.pool_size > 1:
+            options = {"precision": dsa.precision, "block_bytes": dsa.block_bytes, "backend": dsa.backend}
+            return self.indexer.select_pools(index, layout, **options)
         return select_keys(
             *index,
             layout.keys,

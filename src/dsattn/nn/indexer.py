@@ -3,22 +3,33 @@
     I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])
 
 The scores themselves are never whole: `ops.select_keys` and `ops.indexer_kl` make them from q, k and w in blocks.
+With KPool (GLM-5.3-Flash) pools of keys are scored instead, see `ops/pool.py`: of the keys as they would have been
+scored, after RoPE and rotation.
 Letters: T rows, M model width, H_I heads of width D.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsattn.config import IndexerConfig, RopeConfig
 from dsattn.errors import InputError
+from dsattn.keys import Layout
 from dsattn.nn.norm import LayerNorm, hadamard
 from dsattn.nn.rope import rotary_table, rotate
+from dsattn.ops import expand_pools, pool_keys, select_keys
+from dsattn.ops.pool import round_to_e4m3, select_pools_hf
+from dsattn.selection import Selection
 
 
 class IndexerOutput(NamedTuple):
-    """q [T, H_I, D], k [T, D] (one for all heads), w [T, H_I] with both scales inside."""
+    """q [T, H_I, D], k [T, D] (one for all heads), w [T, H_I] with both scales inside.
+
+    With KPool k is [T, 2 D]: each key with its gates, so that what caches, gathers or reorders keys does so with both.
+    With its arithmetic `hf`, w is fp32 and has only the heads' scale inside.
+    """
 
     q: Tensor
     k: Tensor
@@ -30,7 +41,8 @@ class LightningIndexer(nn.Module):
 
     hidden_size: M.
     query_size: width of what queries are projected from: the attention's q latent, or M with `query_from="hidden"`.
-    Parameter names are those of the Hugging Face models: wq_b, wk, k_norm, weights_proj.
+    Parameter names are those of the Hugging Face models: wq_b, wk, k_norm, weights_proj, and with KPool
+    index_kpool_compress_gate and index_kpool_compress_ape, which ask for no gradient: nothing could teach them.
     """
 
     def __init__(self, hidden_size: int, query_size: int, config: IndexerConfig, rope: RopeConfig):
@@ -41,6 +53,10 @@ class LightningIndexer(nn.Module):
         self.wk = nn.Linear(hidden_size, config.head_dim, bias=False)
         self.k_norm = LayerNorm(config.head_dim, config.k_norm_eps, config.k_norm_fp32)
         self.weights_proj = nn.Linear(hidden_size, config.heads, bias=False)
+        if config.pool_size > 1:  # zeros: a pool is the mean of its keys
+            ape, gate = torch.zeros(config.pool_size, config.head_dim), torch.zeros(config.head_dim, hidden_size)
+            self.index_kpool_compress_ape = nn.Parameter(ape, requires_grad=False)
+            self.index_kpool_compress_gate = nn.Parameter(gate, requires_grad=False)
 
     def forward(self, hidden: Tensor, q_latent: Tensor | None, positions: Tensor) -> IndexerOutput:
         """Project; inputs are detached here, so that the indexer never teaches what feeds it.
@@ -65,12 +81,52 @@ class LightningIndexer(nn.Module):
         )
         if config.hadamard:
             q, k = hadamard(q), hadamard(k)
-        w = self.weights_proj(hidden) * config.heads**-0.5 * config.head_dim**-0.5
+        w = self.weights_proj(hidden)
+        if config.pool_arithmetic == "hf":
+            w = w.to(torch.promote_types(w.dtype, torch.float32)) * config.heads**-0.5
+        else:
+            w = w * config.heads**-0.5 * config.head_dim**-0.5
+        if config.pool_size > 1:
+            k = torch.cat((k, F.linear(hidden, self.index_kpool_compress_gate).to(k.dtype)), -1)
         return IndexerOutput(q, k, w)
+
+    def select_pools(
+        self, index: IndexerOutput, layout: Layout, *, precision: Literal["bf16"], block_bytes: int, backend: str
+    ) -> Selection:
+        """KPool's selection of keys: K / P pools by score, and the tail where the configuration has it.
+
+        index: what `forward` gave, k of all the layout's keys in global order. The options are those of `select_keys`;
+        arithmetic `hf` has none but the backends `auto` and `reference`.
+        """
+        config = self.config
+        k, gate = index.k.chunk(2, -1)
+        ape, size = self.index_kpool_compress_ape, config.pool_size
+        pooled = pool_keys(k, gate, ape, layout, size, arithmetic=config.pool_arithmetic)
+        if config.pool_arithmetic == "hf":
+            chosen = select_pools_hf(index.q, pooled, index.w, config.top_k // size, backend=backend)
+        else:
+            q, keys = index.q, pooled.keys
+            if config.pool_e4m3:
+                q, keys = (round_to_e4m3(hadamard(x.float()).bfloat16()) for x in (q, keys))
+            chosen = select_keys(
+                q,
+                keys,
+                index.w,
+                pooled.ranges,
+                config.top_k // size,
+                relu=config.relu,
+                precision=precision,
+                block_bytes=block_bytes,
+                backend=backend,
+            )
+        return expand_pools(chosen, pooled, layout, tail=config.pool_tail)
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Fresh weights: normal with `std`; the key norm is the identity."""
+        """Fresh weights: normal with `std`; the key norm is the identity, and a pool the mean of its keys."""
         for linear in (self.wq_b, self.wk, self.weights_proj):
             nn.init.normal_(linear.weight, std=std, generator=generator)
         self.k_norm.reset_parameters()
+        if self.config.pool_size > 1:
+            nn.init.zeros_(self.index_kpool_compress_ape)
+            nn.init.zeros_(self.index_kpool_compress_gate)

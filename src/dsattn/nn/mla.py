@@ -83,12 +83,12 @@ class MLASelfAttention(SelfAttention):
         table = rotary_table(layout.positions, self.config.rope, self.config.qk_rope_head_dim, dtype=hidden.dtype)
         w_uk, w_uv = self.up_projections()
         q_latent, q_nope, q_rope = self.queries(hidden, table)
-        latent, k_rope = self.latents(hidden, table)
-        if cache is None and self.reads_every_key(run):
-            q, entries = torch.cat((q_nope, q_rope), -1), self.expanded(latent, k_rope)
-        else:
-            q = torch.cat((torch.einsum("thn,hnc->thc", q_nope, w_uk), q_rope), -1)
-            entries = (torch.cat((latent, k_rope), -1),)
+        expand = cache is None and self.reads_every_key(run)
+        q = torch.cat((q_nope if expand else torch.einsum("thn,hnc->thc", q_nope, w_uk), q_rope), -1)
+        entries = None if run.handed is None else run.handed.entries
+        if entries is None:
+            latent, k_rope = self.latents(hidden, table)
+            entries = self.expanded(latent, k_rope) if expand else (torch.cat((latent, k_rope), -1),)
         attended = self.attend(q, entries, (hidden, q_latent), layout, run, selection, cache)
         out = attended.hidden
         if len(entries) == 1:

@@ -40,22 +40,39 @@ class Observation:
 Probe = Callable[[int, Observation], None]
 
 
+@dataclass(frozen=True)
+class Handed:
+    """What other layers of the same forward hand to one layer, beside the selection.
+
+    index: q, k and w of the indexer whose selection this layer shares: its attention teaches that indexer, too.
+    entries: keys and values to attend to, as `AttentionOutput.entries` of a layer with the same weights; the layer then
+    projects none of its own, and its gradient reaches those that did.
+    """
+
+    index: IndexerOutput | None = None
+    entries: tuple[Tensor, ...] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """What one forward of one micro-batch does; the same for every layer.
+    """What one forward of one micro-batch does; the same for every layer but for what the model hands to one.
 
     mode: see the table in `nn/attention.py`.
     kl_divisor: the KL is a sum over real rows over this: the real rows of the whole global batch. None takes the real
         rows of this layout.
     with_kl: whether modes `warmup` and `sparse` compute the KL; None does in training with gradients on.
+    with_mtp: whether the layers of multi-token prediction run; None does in training.
     probe: called by each layer with its index and an Observation. In mode `warmup` without gradients that is the
         indexer's recall against dense attention.
+    handed: set by the model, for one layer.
     """
 
     mode: Mode = "sparse"
     kl_divisor: int | float | Tensor | None = None
     with_kl: bool | None = None
+    with_mtp: bool | None = None
     probe: Probe | None = None
+    handed: Handed | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -103,11 +120,17 @@ class LayerCache:
 class AttentionOutput:
     """hidden: [T, M]. selection: what was attended to, for the layers that share it; None after dense attention.
 
-    kl: fp32 scalar, sum over real rows / divisor; None where the pass or the layer has none.
+    kl: fp32 scalar, sum over real rows / divisor; None where the pass or the layer has none. In a layer that shares a
+    selection it is that of the indexer it was handed.
     cache: the given cache with this pass's rows; None where none was given.
+    index: the layer's own indexer's q, k and w, for layers that teach it; None where it did not run.
+    entries: the keys and values that were read, attached to autograd: (kv [S, C],) of MLA that selects, else
+    (k [S, G, d], v [S, G, d]).
     """
 
     hidden: Tensor
     selection: Selection | None
     kl: Tensor | None
     cache: LayerCache | None
+    index: IndexerOutput | None
+    entries: tuple[Tensor, ...]

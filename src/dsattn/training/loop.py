@@ -161,6 +161,7 @@ class Trainer:
 
     def _check_finite(self, losses: Losses, grad_norm: float) -> None:
         values = {"the language-model loss": losses.lm, "the gradient's norm": grad_norm}
+        values |= {f"the loss of MTP depth {depth}": value for depth, value in enumerate(losses.mtp, 1)}
         values |= {f"the KL of layer {layer}": value for layer, value in losses.kl.items()}
         wrong = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
         if wrong:
@@ -175,7 +176,8 @@ class Trainer:
         self.console.step(step, stage.mode, losses.lm, losses.kl_mean, facts["tokens_per_second"])
         if step % self.config.train.log_every == 0 or step == 1:
             head = {"kind": "train", "step": step, "stage": index, "mode": stage.mode}
-            loss = {"lm_loss": losses.lm, "kl": losses.kl_mean, "kl_layers": losses.kl or None}
+            loss = {"lm_loss": losses.lm, "mtp_losses": list(losses.mtp) or None}
+            loss |= {"kl": losses.kl_mean, "kl_layers": losses.kl or None}
             self.metrics.write({**head, **loss, **facts, "seconds": self.progress.seconds})
 
     def _evaluate(self, index: int, stage: StageConfig, done: bool) -> None:

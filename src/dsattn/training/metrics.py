@@ -1,10 +1,11 @@
 """What a run writes down: the lines of metrics.jsonl, the scalars of TensorBoard, and what fills them.
 
-    {"kind": "train", "step", "stage", "mode", "lm_loss", "kl", "kl_layers", "lr", "grad_norm",
-     "tokens_per_second", "tflops", "mfu", "seconds"}
+    {"kind": "train", "step", "stage", "mode", "lm_loss", "mtp_losses", "kl", "kl_layers", "lr",
+     "grad_norm", "tokens_per_second", "tflops", "mfu", "seconds"}
     {"kind": "eval", "step", "stage", "mode", "lm_loss", "health", "seconds"}
 
-step: optimiser steps done, over all stages. Losses in nats: a label, or for the KL a row. None where there is no value.
+step: optimiser steps done, over all stages. Losses in nats: a label, or for the KL a row. mtp_losses:
+one a depth of multi-token prediction. None where there is no value.
 """
 
 import contextlib
@@ -179,6 +180,8 @@ def _scalars(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in event.items():
         if isinstance(value, int | float) and name not in ("step", "seconds"):
             yield f"{kind}/{name}", value
+    for depth, value in enumerate(event.get("mtp_losses") or [], start=1):
+        yield f"{kind}/mtp/depth_{depth}", value
     for layer, value in (event.get("kl_layers") or {}).items():
         yield f"{kind}/kl/layer_{layer}", value
     if event.get("health"):
