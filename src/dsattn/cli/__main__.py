@@ -21,6 +21,7 @@ COMMANDS = {
     "report": "write a run's report.html again",
     "compare": "lay runs over each other: losses, speeds, differences",
     "doctor": "versions, devices, optional packages, and which backend serves each operation",
+    "bench": "check and time every operation, beside installed peers if asked to",
     "flops": "count a recipe's parameters and FLOPs",
 }
 

@@ -1,0 +1,240 @@
+"""How a peer runs the operation of a trial, on the same operands, keys in the same order, rows of the same lengths.
+
+A peer is a function of a trial and a set of operands that returns what is timed; conversions that a caller would do
+once (fp8 operands, scores masked for `torch.topk`) are done before. What is not installed raises ImportError, what
+cannot serve raises something else: the runner lists either with its reason. Backwards are timed as the vendor has
+them, also beside our deterministic one.
+Letters: T query rows, S keys, K kept keys.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from dsattn.backends import cudnn, deep_gemm, flash_mla, tilelang
+from dsattn.bench.cases import Operands, Setting
+from dsattn.bench.timing import Run
+from dsattn.bench.trials import Trial, attend
+from dsattn.errors import BackendUnavailable, InputError
+from dsattn.selection import Selection
+
+Peer = Callable[[Trial, Operands], Run]
+
+
+def _selected(operands: Operands) -> Selection:
+    if operands.selection is None:
+        raise InputError("these operands have no selection")
+    return operands.selection
+
+
+def _sparse_forward(vendor: Any) -> Peer:
+    def prepare(trial: Trial, operands: Operands) -> Run:
+        (q, kv), selection = operands.take("q", "k"), _selected(operands)
+        rest = (selection.index, selection.length, None, trial.scale, trial.setting.shape.value_dim)
+        return lambda: vendor.sparse_mla_forward(q, kv, *rest)
+
+    return prepare
+
+
+def _sparse_backward(vendor: Any) -> Peer:
+    def prepare(trial: Trial, operands: Operands) -> Run:
+        (grad_out, q, kv), selection = operands.take("grad_out", "q", "k"), _selected(operands)
+        with torch.no_grad():
+            out, lse = attend("sparse_mla", trial.setting, operands)
+        rest = (selection.index, selection.length, None, out, lse, trial.scale, False)
+        return lambda: vendor.sparse_mla_backward(grad_out, q, kv, *rest)
+
+    return prepare
+
+
+def _torch_topk(trial: Trial, operands: Operands) -> Run:
+    (scores,), keys, top_k = operands.take("scores"), trial.setting.ranges, trial.setting.shape.top_k
+    scores = scores.masked_fill(~keys.mask(scores.shape[1]), -torch.inf)
+    return lambda: scores.topk(min(top_k, scores.shape[1]), dim=1, sorted=False).indices
+
+
+def _cudnn_topk(trial: Trial, operands: Operands) -> Run:
+    (scores,), stop = operands.take("scores"), trial.setting.ranges.stop
+    return lambda: cudnn.select_topk(scores, stop, trial.setting.shape.top_k)
+
+
+def _cudnn_keys(trial: Trial, operands: Operands) -> Run:
+    q, k, w = operands.take("q_i", "k_i", "w")
+    return lambda: cudnn.select_keys(q, k, w, _first(trial.setting), trial.setting.shape.top_k)
+
+
+def _tilelang_keys(trial: Trial, operands: Operands) -> Run:
+    q, k, w = operands.take("q_i", "k_i", "w")
+    keys = trial.setting.ranges
+    return lambda: tilelang.select_keys(q, k, w, keys.start, keys.stop, trial.setting.shape.top_k)
+
+
+def _deep_gemm_keys(trial: Trial, operands: Operands) -> Run:
+    """fp8 scores; ranked by cuDNN where it is installed, else by torch."""
+    q, k, w = operands.take("q_i", "k_i", "w")
+    fp8, keys, top_k = deep_gemm.quantize(q, k, w), trial.setting.ranges, trial.setting.shape.top_k
+
+    def ranked_by_cudnn() -> Tensor:
+        return cudnn.select_topk(deep_gemm.indexer_scores(fp8, keys.start, keys.stop), keys.stop, top_k)
+
+    def ranked_by_torch() -> Tensor:
+        scores = deep_gemm.indexer_scores(fp8, keys.start, keys.stop)
+        return scores.topk(min(top_k, scores.shape[1]), dim=1, sorted=False).indices
+
+    return ranked_by_cudnn if find_spec("cudnn") else ranked_by_torch
+
+
+def _first(setting: Setting) -> int:
+    return setting.keys - setting.rows
+
+
+def _cudnn_kl(direction: str) -> Peer:
+    def prepare(trial: Trial, operands: Operands) -> Run:
+        q_i, k_i, w, q, kv, lse = operands.take("q_i", "k_i", "w", "q", "k", "lse")
+        selection, rows = _selected(operands), trial.setting.rows
+        rest = (selection.index, selection.length, trial.scale)
+        if direction == "forward":
+            return lambda: cudnn.indexer_kl_forward((q_i, k_i, w), (q, kv, lse), *rest)[0] / rows
+        _, target, share = cudnn.indexer_kl_forward((q_i, k_i, w), (q, kv, lse), *rest)
+        # The kernel overwrites the target: a copy a call, which costs what its read costs.
+        return lambda: cudnn.indexer_kl_backward((q_i, k_i, w), selection.index, target.clone(), share, rows)
+
+    return prepare
+
+
+def _tilelang_kl(direction: str) -> Peer:
+    def prepare(trial: Trial, operands: Operands) -> Run:
+        q_i, k_i, w, q, kv = operands.take("q_i", "k_i", "w", "q", "k")
+        keys, index, rows = trial.setting.ranges, _selected(operands).index, trial.setting.rows
+        scores = tilelang.indexer_scores(q_i, k_i, w, keys.start, keys.stop)
+        score = scores.gather(1, index.clamp(min=0).long()).masked_fill(index < 0, -torch.inf)
+        if direction == "forward":
+            return lambda: tilelang.indexer_kl_forward(q, kv, index, score, trial.scale)[0] / rows
+        _, grad_score = tilelang.indexer_kl_forward(q, kv, index, score, trial.scale)
+        grad_score = grad_score / rows
+        return lambda: tilelang.indexer_kl_backward((q_i, k_i, w), index, grad_score)
+
+    return prepare
+
+
+@contextlib.contextmanager
+def _fused_attention(device: torch.device) -> Iterator[None]:
+    """torch's fused attention kernels, cuDNN's first; never the one that stores the matrix of a GPU's logits."""
+    if device.type != "cuda":
+        yield
+        return
+    fused = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    with sdpa_kernel(fused, set_priority=True):
+        yield
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, device: torch.device) -> Tensor:
+    """[1, H, T, V] of q, k, v [1, H or G, T, d]."""
+    with _fused_attention(device):
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+
+
+def _torch_gqa(direction: str) -> Peer:
+    def prepare(trial: Trial, operands: Operands) -> Run:
+        setting = trial.setting
+        if setting.rows != setting.keys:
+            raise BackendUnavailable(f"torch's causal attention needs T = S, got {setting.rows} and {setting.keys}")
+        q, k, v, grad = (x.transpose(0, 1)[None].contiguous() for x in operands.take("q", "k", "v", "grad_out"))
+        if direction == "forward":
+            return torch.no_grad()(lambda: _causal(q, k, v, setting.device)[0].transpose(0, 1))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = _causal(q, k, v, setting.device)
+
+        def run() -> list[Tensor]:
+            grads = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+            return [x[0].transpose(0, 1) for x in grads]
+
+        return run
+
+    return prepare
+
+
+def _dense_layer(trial: Trial, operands: Operands) -> Run:
+    """Dense attention with heads that are not absorbed, forward and backward: what a DSA layer replaces."""
+    shape, rows, device = trial.setting.shape, trial.setting.rows, trial.setting.device
+    normal = trial.setting.normal(7)
+    q, k = (normal(1, shape.heads, rows, shape.dense_width).requires_grad_() for _ in range(2))
+    v = normal(1, shape.heads, rows, shape.dense_value_dim).requires_grad_()
+    grad = normal(1, shape.heads, rows, shape.dense_value_dim)
+    return lambda: torch.autograd.grad(_causal(q, k, v, device), (q, k, v), grad)
+
+
+def _vendor_layer(trial: Trial, operands: Operands) -> Run:
+    """The best parts that vendors have on Hopper: cuDNN's selection, loss and backwards, FlashMLA's forward."""
+    q, kv, q_i, k_i, w, grad_out = operands.take("q", "k", "q_i", "k_i", "w", "grad_out")
+    setting, top_k, scale = trial.setting, trial.setting.shape.top_k, trial.scale
+    length = setting.ranges.lengths().clamp(max=top_k)
+
+    def run() -> tuple[Tensor, ...]:
+        index = cudnn.select_keys(q_i, k_i, w, _first(setting), top_k, ascending=True)
+        out, lse = flash_mla.sparse_mla_forward(q, kv, index, length, None, scale, setting.shape.value_dim)
+        _, target, share = cudnn.indexer_kl_forward((q_i, k_i, w), (q, kv, lse), index, length, scale)
+        dq, dkv = cudnn.sparse_mla_backward(grad_out, q, kv, index, length, None, out, lse, scale, False)
+        return dq, dkv, *cudnn.indexer_kl_backward((q_i, k_i, w), index, target, share, setting.rows)
+
+    return run
+
+
+PEERS: dict[str, dict[str, Peer]] = {
+    "sparse_mla.forward": {"flash_mla": _sparse_forward(flash_mla), "tilelang": _sparse_forward(tilelang)},
+    "sparse_mla.backward": {"cudnn": _sparse_backward(cudnn), "tilelang": _sparse_backward(tilelang)},
+    "dense_gqa.forward": {"torch": _torch_gqa("forward")},
+    "dense_gqa.backward": {"torch": _torch_gqa("backward")},
+    "select_topk": {"torch": _torch_topk, "cudnn": _cudnn_topk},
+    "select_keys": {"cudnn": _cudnn_keys, "tilelang": _tilelang_keys, "deep_gemm": _deep_gemm_keys},
+    "indexer_kl.forward": {"cudnn": _cudnn_kl("forward"), "tilelang": _tilelang_kl("forward")},
+    "indexer_kl.backward": {"cudnn": _cudnn_kl("backward"), "tilelang": _tilelang_kl("backward")},
+    "dsa_layer": {"torch": _dense_layer, "cudnn": _vendor_layer},
+}
+"""Operation -> name -> peer. `dsa_layer` under `torch` is dense attention: another computation, to be replaced."""
+
+
+def peers_of(trial: Trial) -> dict[str, Peer]:
+    """The peers of a trial's operation; none for the loss over every visible key."""
+    dense_loss = trial.op.startswith("indexer_kl") and trial.shape["K"] == 0
+    return {} if dense_loss else PEERS.get(trial.op, {})
+
+
+def disagreement(trial: Trial, name: str, ours: Any, theirs: Any) -> str:
+    """Why a peer's result is not that of the same work, empty where it is.
+
+    Tensors may differ by 3 % in norm, as far as the peer returns them; selections in 2 % of their keys, in 20 % where
+    fp8 scores chose them.
+    """
+    if trial.op == "dsa_layer" and name == "torch":
+        return ""
+    if trial.op.startswith("select"):
+        found, allowed = _differing_keys(ours, theirs, trial.setting.keys), 0.2 if name == "deep_gemm" else 0.02
+        return f"selects {found:.1%} other keys" if found > allowed else ""
+    for number, (mine, other) in enumerate(zip(_flat(ours), _flat(theirs), strict=False)):
+        distance = float((mine.float() - other.float()).norm() / mine.float().norm().clamp(min=1e-30))
+        if not distance <= 0.03:
+            return f"result {number} differs by {distance:.1%} from ours"
+    return ""
+
+
+def _differing_keys(ours: Tensor, theirs: Tensor, num_keys: int) -> float:
+    row = torch.linspace(0, len(ours) - 1, min(len(ours), 64), device=ours.device).long()
+    mine, other = (_mask(index[row], num_keys) for index in (ours, theirs))
+    return float((mine & ~other).sum() / mine.sum().clamp(min=1))
+
+
+def _mask(index: Tensor, num_keys: int) -> Tensor:
+    held = torch.zeros(len(index), num_keys + 1, dtype=torch.bool, device=index.device)
+    return held.scatter_(1, torch.where(index < 0, num_keys, index).long(), True)[:, :num_keys]
+
+
+def _flat(results: Any) -> list[Tensor]:
+    found = [results] if isinstance(results, Tensor) else list(results)
+    return [x for x in found if isinstance(x, Tensor)]

@@ -1,0 +1,56 @@
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dsattn.bench.timing import copies, measure, peak_bytes
+
+CPU = torch.device("cpu")
+
+
+def test_takes_runs_in_turn():
+    calls = []
+    runs = [lambda name=name: calls.append(name) for name in "abc"]
+    measure(runs, CPU, seconds=0.0, least=5)
+    assert "".join(calls) == "abc" + "a" + "abcab"  # warm, one to learn how long it takes, the timed ones
+
+
+def test_measures_milliseconds():
+    times = measure([lambda: time.sleep(0.004)], CPU, seconds=0.0, least=3)
+    assert 4.0 <= times.min <= times.median <= times.max
+    assert times.median < 100.0
+
+
+def test_median_is_not_moved_by_one_slow_call():
+    waits = iter([0, 0, 0, 0, 0.05, 0, 0])
+    times = measure([lambda: time.sleep(next(waits))], CPU, seconds=0.0, least=5)
+    assert times.median < 20.0
+    assert times.max >= 50.0
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(0.0, 2), (100.0, 7)])
+def test_repeats_between_least_and_most(seconds, calls):
+    count = []
+    measure([lambda: count.append(1)], CPU, seconds=seconds, least=2, most=7)
+    assert len(count) == 2 + calls
+
+
+def test_a_cpu_has_one_set_and_no_peak():
+    assert copies(1, CPU) == 1
+    assert peak_bytes(lambda: pytest.fail("run"), CPU) is None
+
+
+@pytest.mark.parametrize(("one_set", "count"), [(10, 8), (2**20, 8), (40 * 2**20, 4), (10**9, 2)])
+def test_sets_do_not_fit_the_cache_of_a_gpu(one_set, count, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=50 * 2**20))
+    assert copies(one_set, torch.device("cuda")) == count
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    device = torch.device("cuda")
+    x = torch.empty(2**26, device=device)
+    times = measure([lambda: x.fill_(1.0)], device)
+    assert 0.01 < times.min <= times.median
+    assert peak_bytes(lambda: torch.empty(2**28, dtype=torch.uint8, device=device), device) == 2**28
