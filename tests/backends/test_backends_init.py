@@ -17,6 +17,7 @@ from dsattn.backends import (
     TABLE,
     Call,
     Row,
+    checks_first_use,
     choose,
     explain,
     resolve_deterministic,
@@ -36,10 +37,11 @@ SHIPPED = dict(TABLE)
 
 @pytest.fixture(autouse=True)
 def bare_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The table without kernels, and no choices remembered."""
+    """The table without kernels, no choices remembered, and none told of."""
     for operation in OPERATIONS:
         monkeypatch.setitem(TABLE, operation, SHIPPED[operation][-1:])
     backends._choose.cache_clear()
+    backends._log_once.cache_clear()
     yield
     backends._choose.cache_clear()
 
@@ -119,6 +121,21 @@ def test_choices_are_made_and_logged_once(vendor: ModuleType, caplog: pytest.Log
     assert len(caplog.messages) == 2
 
 
+def test_one_line_tells_of_all_calls_that_choose_alike(vendor: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps with other sizes must not fill the log; another reason is another line."""
+    caplog.set_level(logging.INFO, logger="dsattn")
+    for top_k in (7, 2048):
+        for size in ("8K", "64K"):
+            choose(FORWARD, replace(GPU, top_k=top_k, size_class=size))
+    assert len(caplog.messages) == 1
+    choose(FORWARD, replace(GPU, heads=8))
+    choose(FORWARD, replace(GPU, capability=80))
+    assert caplog.messages[1:] == [
+        "sparse_mla.forward: reference (passed over: old needs retirement; vendor needs 64 heads)",
+        "sparse_mla.forward: reference (passed over: old needs retirement; vendor needs a Hopper GPU)",
+    ]
+
+
 def test_strict_forbids_the_reference_on_a_gpu(vendor: ModuleType) -> None:
     few_heads = Call(device="cuda", capability=90, heads=8)
     with settings(strict=True):
@@ -163,6 +180,15 @@ def test_settings_come_back_after_an_exception() -> None:
     assert backends._settings == backends.Settings()
 
 
+def test_first_use_is_checked_unless_switched_off() -> None:
+    assert checks_first_use()
+    with settings(first_use_checks=False):
+        assert not checks_first_use()
+        with settings(strict=True):
+            assert not checks_first_use()
+    assert checks_first_use()
+
+
 def test_determinism_follows_torch() -> None:
     torch.use_deterministic_algorithms(True)
     assert resolve_deterministic(None)
@@ -184,6 +210,13 @@ def test_call_of_a_tensor() -> None:
     assert hash(call) == hash(
         Call.of(torch.ones(9, 5, dtype=torch.bfloat16), 9001, heads=5, top_k=7, deterministic=True)
     )
+
+
+def test_the_dtypes_of_a_call_meet_above() -> None:
+    half, single = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3)
+    assert Call.of((half, half), 9).dtype == "bfloat16"
+    assert Call.of((half, single), 9).dtype == "float32"
+    assert Call.of((half, half.half()), 9).dtype == "float32"
 
 
 def test_explain_shows_the_whole_table(vendor: ModuleType) -> None:
@@ -218,8 +251,9 @@ def test_operations_run_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setitem(TABLE, operation, (Row("spy", "spy", lambda _: []), REFERENCE))
     q, kv = torch.zeros(2, 1, 4, requires_grad=True), torch.zeros(3, 4, requires_grad=True)
     selection = Selection.from_index(torch.tensor([[0], [1]]))
-    out, _ = sparse_mla(q, kv, selection, scale=0.5, value_dim=3, deterministic=True)
-    out.sum().backward()
+    with settings(first_use_checks=False):  # a spy computes nothing right
+        out, _ = sparse_mla(q, kv, selection, scale=0.5, value_dim=3, deterministic=True)
+        out.sum().backward()
     assert seen == [("forward", 0.5, 3), ("backward", 0.5, True)]
     assert q.grad is not None
     assert kv.grad is not None
@@ -249,25 +283,32 @@ def shipped_table(bare_table: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(TABLE, operation, SHIPPED[operation])
 
 
-KERNELS = ("select_topk", "select_keys", FORWARD, BACKWARD)
+KERNELS = {
+    "select_topk": ("triton",),
+    "select_keys": ("triton",),
+    FORWARD: ("hopper", "triton"),
+    BACKWARD: ("hopper", "triton"),
+}
 
 
 @pytest.mark.usefixtures("shipped_table")
 def test_our_kernels_come_first_and_need_a_gpu() -> None:
-    for operation in KERNELS:
+    for operation, ours in KERNELS.items():
         choice = choose(operation, Call())
         assert choice.name == "reference"
-        assert choice.passed_over == (("triton", "a CUDA GPU"),)
-        with pytest.raises(BackendUnavailable, match="triton needs a CUDA GPU"):
-            choose(operation, Call(), "triton")
-    assert {op for op in OPERATIONS if any(row.name == "triton" for row in TABLE[op])} == set(KERNELS)
+        assert choice.passed_over == tuple((name, "a CUDA GPU") for name in ours)
+        for name in ours:
+            with pytest.raises(BackendUnavailable, match=f"{name} needs a CUDA GPU"):
+                choose(operation, Call(), name)
+    assert {op: tuple(row.name for row in TABLE[op][:-1]) for op in OPERATIONS if len(TABLE[op]) > 1} == KERNELS
 
 
 @pytest.mark.usefixtures("shipped_table")
 def test_our_kernels_serve_a_gpu_where_triton_is() -> None:
     pytest.importorskip("triton", reason="needs triton: installed by the dev extra on Linux")
     index = {"heads": 32, "width": 128}
-    for operation, call in ((FORWARD, GPU), (BACKWARD, GPU), ("select_keys", replace(GPU, **index))):
+    ampere = replace(GPU, capability=80)
+    for operation, call in ((FORWARD, ampere), (BACKWARD, ampere), ("select_keys", replace(GPU, **index))):
         choice = choose(operation, call)
         assert choice.name == "triton"
         assert choice.function is not None
@@ -280,4 +321,4 @@ def test_without_the_package_the_reference_serves(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
     choice = choose(FORWARD, GPU)
     assert choice.name == "reference"
-    assert choice.passed_over == (("triton", "the package triton"),)
+    assert choice.passed_over == (("hopper", "the package triton"), ("triton", "the package triton"))

@@ -44,13 +44,15 @@ class Call:
     deterministic: bool = False
 
     @classmethod
-    def of(cls, operand: Tensor, num_keys: int, **rest: Any) -> "Call":
-        """The call whose operands look like `operand`."""
-        capability = 0
+    def of(cls, operands: Tensor | tuple[Tensor, ...], num_keys: int, **rest: Any) -> "Call":
+        """The call with these operands, on one device: their dtypes meet in their promotion."""
+        operands = operands if isinstance(operands, tuple) else (operands,)
+        operand, capability = operands[0], 0
         if operand.is_cuda:
             major, minor = torch.cuda.get_device_capability(operand.device)
             capability = 10 * major + minor
-        dtype = str(operand.dtype).removeprefix("torch.")
+        common = functools.reduce(torch.promote_types, (one.dtype for one in operands))
+        dtype = str(common).removeprefix("torch.")
         device = operand.device.type
         return cls(device=device, capability=capability, dtype=dtype, size_class=size_class(num_keys), **rest)
 
@@ -93,17 +95,17 @@ def _always(_: Call) -> list[str]:
     return []
 
 
-def _triton(file: str) -> Row:
-    """Our Triton kernels in `backends/triton/`: nothing is imported before a call is on a GPU and Triton is there."""
+def _kernels(folder: str, file: str) -> Row:
+    """Our kernels in `backends/FOLDER/`: nothing is imported before a call is on a GPU and Triton is there."""
 
     def requirements(call: Call) -> list[str]:
         if call.device != "cuda":
             return ["a CUDA GPU"]
         if importlib.util.find_spec("triton") is None:
             return ["the package triton"]
-        return importlib.import_module(f"dsattn.backends.triton.{file}").requirements(call)
+        return importlib.import_module(f"dsattn.backends.{folder}.{file}").requirements(call)
 
-    return Row("triton", f"triton.{file}", requirements)
+    return Row(folder, f"{folder}.{file}", requirements)
 
 
 REFERENCE = Row("reference", None, _always)
@@ -132,10 +134,10 @@ OPERATIONS = (
 
 TABLE: dict[str, tuple[Row, ...]] = {
     **dict.fromkeys(OPERATIONS, (REFERENCE,)),
-    "select_topk": (_triton("select"), REFERENCE),
-    "select_keys": (_triton("select"), REFERENCE),
-    "sparse_mla.forward": (_triton("sparse_mla"), REFERENCE),
-    "sparse_mla.backward": (_triton("sparse_mla"), REFERENCE),
+    "select_topk": (_kernels("triton", "select"), REFERENCE),
+    "select_keys": (_kernels("triton", "select"), REFERENCE),
+    "sparse_mla.forward": (_kernels("hopper", "sparse_mla"), _kernels("triton", "sparse_mla"), REFERENCE),
+    "sparse_mla.backward": (_kernels("hopper", "sparse_mla"), _kernels("triton", "sparse_mla"), REFERENCE),
     "dsa_attention.forward": (COMPOSED,),
     "dsa_attention.backward": (COMPOSED,),
 }
@@ -143,29 +145,40 @@ TABLE: dict[str, tuple[Row, ...]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """strict: falling to the reference on a GPU is an error. deterministic: gradients repeat bit for bit."""
+    """strict: falling to the reference on a GPU is an error. deterministic: gradients repeat bit for bit.
+
+    first_use_checks: every kernel is compared with the reference, on a small case, before it first runs.
+    """
 
     strict: bool = False
     deterministic: bool = False
+    first_use_checks: bool = True
 
 
 _settings = Settings()
 
 
 @contextlib.contextmanager
-def settings(*, strict: bool | None = None, deterministic: bool | None = None) -> Iterator[Settings]:
+def settings(
+    *, strict: bool | None = None, deterministic: bool | None = None, first_use_checks: bool | None = None
+) -> Iterator[Settings]:
     """Change the process-wide settings inside a `with`; None leaves a setting as it is.
 
     Read when an operation is called: a backward keeps the determinism of its forward.
     """
     global _settings
     before = _settings
-    asked = {"strict": strict, "deterministic": deterministic}
+    asked = {"strict": strict, "deterministic": deterministic, "first_use_checks": first_use_checks}
     _settings = replace(before, **{name: value for name, value in asked.items() if value is not None})
     try:
         yield _settings
     finally:
         _settings = before
+
+
+def checks_first_use() -> bool:
+    """Whether `settings` ask for a check of every kernel before it first runs."""
+    return _settings.first_use_checks
 
 
 def resolve_deterministic(asked: bool | None) -> bool:
@@ -203,11 +216,17 @@ def _choose(operation: str, call: Call, backend: str) -> Choice:
         unmet = row.requirements(call)
         if not unmet:
             choice = Choice(row.name, _load(operation, row), tuple(passed_over))
-            _log.info("%s: %s", operation, choice)
+            _log_once(f"{operation}: {choice}")
             return choice
         passed_over.append((row.name, ", ".join(unmet)))
     reasons = "; ".join(f"{name} needs {why}" for name, why in passed_over)
     raise BackendUnavailable(f"{operation}: {reasons}; got {call}")
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+    """Calls that differ in their sizes alone choose alike, for the same reasons: one line tells of all."""
+    _log.info(line)
 
 
 def _serves_other_direction(operation: str, backend: str) -> bool:

@@ -16,6 +16,7 @@ from dsattn.backends import Call, choose
 from dsattn.errors import BackendUnavailable, InputError
 from dsattn.keys import KeyRange
 from dsattn.ops.blocks import span
+from dsattn.ops.first_use import serve
 from dsattn.ops.indexer import check_indexer, score_block, tile_shape, wide_dtype
 from dsattn.ops.operator import operator
 from dsattn.selection import Selection, rank
@@ -82,7 +83,7 @@ def _check_top_k(top_k: int) -> None:
 @operator("select_topk")
 def _topk(scores: Tensor, start: Tensor, stop: Tensor, top_k: int, backend: str) -> tuple[Tensor, Tensor]:
     call = Call.of(scores, scores.shape[1], top_k=top_k)
-    run = choose("select_topk", call, backend).function or topk_reference
+    run = serve("select_topk", choose("select_topk", call, backend), topk_reference)
     return run(scores, start, stop, top_k)
 
 
@@ -105,8 +106,8 @@ def _select(
     block_bytes: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = Call.of(q, k.shape[0], heads=q.shape[1], width=q.shape[2], top_k=top_k)
-    run = choose("select_keys", call, backend).function or select_reference
+    call = Call.of((q, k), k.shape[0], heads=q.shape[1], width=q.shape[2], top_k=top_k)
+    run = serve("select_keys", choose("select_keys", call, backend), select_reference)
     return run(q, k, w, start, stop, top_k, relu, return_scores, block_bytes)
 
 

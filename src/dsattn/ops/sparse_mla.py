@@ -14,6 +14,7 @@ from torch import Tensor
 from dsattn.backends import Call, choose, resolve_deterministic
 from dsattn.errors import InputError
 from dsattn.ops import softmax
+from dsattn.ops.first_use import serve
 from dsattn.ops.gathered import attend, attend_backward
 from dsattn.ops.indexer import wide_dtype
 from dsattn.ops.operator import operator
@@ -83,7 +84,7 @@ def check_selection(q: Tensor, selection: Selection) -> None:
 
 def _call(q: Tensor, kv: Tensor, index: Tensor, value_dim: int, deterministic: bool) -> Call:
     rest = {"heads": q.shape[1], "width": q.shape[2], "value_width": value_dim, "top_k": index.shape[1]}
-    return Call.of(q, kv.shape[0], deterministic=deterministic, **rest)
+    return Call.of((q, kv), kv.shape[0], deterministic=deterministic, **rest)
 
 
 def choose_forward(
@@ -92,7 +93,7 @@ def choose_forward(
     """Who serves the forward. A call that nobody can take backward fails here already."""
     call = _call(q, kv, index, value_dim, deterministic)
     choose("sparse_mla.backward", call, backend)
-    return choose("sparse_mla.forward", call, backend).function or forward_reference
+    return serve("sparse_mla.forward", choose("sparse_mla.forward", call, backend), forward_reference)
 
 
 def choose_backward(
@@ -100,7 +101,8 @@ def choose_backward(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Who serves the backward."""
     call = _call(q, kv, index, value_dim, deterministic)
-    return choose("sparse_mla.backward", call, backend).function or backward_reference
+    choice = choose("sparse_mla.backward", call, backend)
+    return serve("sparse_mla.backward", choice, backward_reference, forward_reference)
 
 
 @operator("sparse_mla")

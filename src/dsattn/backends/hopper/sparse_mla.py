@@ -1,0 +1,206 @@
+"""Sparse absorbed MLA on Hopper: what a call must be like, and how the kernels are started.
+
+The kernels are in `sparse_mla_forward` and `sparse_mla_backward`; what stands around the backward in
+`sparse_mla_reduce`. They are imported when they are first needed: Gluon changes from one Triton to the next.
+Letters: T query rows, S keys, H heads, C latent width, V value width, K kept keys.
+"""
+
+import functools
+
+import torch
+import triton
+from torch import Tensor
+
+from dsattn.backends import Call
+from dsattn.backends.triton.launch import launch
+from dsattn.errors import BackendUnavailable
+
+WIDTHS = (512, 576)
+VALUE_WIDTH = 512
+HEADS = 64  # of one block of threads
+
+# From so many keys on, writing contributions and summing them costs less than adding to a dkv that has outgrown the L2.
+CONTRIBUTIONS_FROM = 32768
+# Scratch of that route: rows are taken in runs whose contributions fit.
+SCRATCH_BYTES = 2**31
+
+# Whose Gluon these kernels compile with.
+TRITON = ("3.6", "3.7")
+
+
+def requirements(call: Call) -> list[str]:
+    """What `call` lacks to be served here, forward or backward."""
+    version = triton.__version__
+    needs = {
+        "a GPU of compute capability 9.0 (Hopper)": call.device == "cuda" and call.capability == 90,
+        "bfloat16 operands": call.dtype == "bfloat16",
+        f"a latent width of {' or '.join(map(str, WIDTHS))}": call.width in WIDTHS,
+        f"a value width of {VALUE_WIDTH}": call.value_width == VALUE_WIDTH,
+        f"triton {' or '.join(TRITON)}, not {version}": ".".join(version.split(".")[:2]) in TRITON,
+    }
+    return [need for need, met in needs.items() if not met]
+
+
+def sparse_mla_forward(
+    q: Tensor, kv: Tensor, index: Tensor, length: Tensor, sink: Tensor | None, scale: float, value_dim: int
+) -> tuple[Tensor, Tensor]:
+    """(out [T, H, V] in bf16, lse [T, H] fp32) as `dsattn.ops.sparse_mla` promises them.
+
+    q: [T, H, C], kv: [S, C], bf16, C of 512 or 576; value_dim: 512. Online softmax over tiles of 64 gathered keys, fp32
+    sums; rows stop at `length`. Raises BackendUnavailable where kv is not bf16, which dispatch cannot see in q.
+    """
+    from dsattn.backends.hopper.sparse_mla_forward import forward_kernel
+
+    _check_dtypes(q, kv)
+    rows, heads, width = q.shape
+    out = q.new_empty(rows, heads, value_dim)
+    lse = q.new_empty(rows, heads, dtype=torch.float32)
+    tasks = rows * blocks_of_heads(heads)
+    if tasks == 0:
+        return out, lse
+    q, scale, _ = _positive(q, scale)
+    operands = (aligned(q), aligned(kv), index.contiguous(), length.contiguous(), _contiguous(sink), out, lse)
+    grid = (min(tasks, _processors(q.device)),)
+    with torch.cuda.device_of(q):
+        launch(forward_kernel, grid, *operands, scale, 0, tasks, index.shape[1], H=heads, C=width, num_warps=4)
+    return out, lse
+
+
+def sparse_mla_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    index: Tensor,
+    length: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """(dq, dkv): probabilities come back from lse, dkv is summed in fp32.
+
+    Fewer than CONTRIBUTIONS_FROM keys: by atomics, in any order. More, or `deterministic`: run of rows after run of
+    rows writes what its slots contribute in bf16, and these are summed by key in the order of rows. A row's keys are
+    distinct, as a Selection promises. Raises BackendUnavailable where kv is not bf16.
+    """
+    operands = (grad_out, q, kv, index, length, sink, out, lse, scale)
+    return _backward(*operands, deterministic or kv.shape[0] >= CONTRIBUTIONS_FROM, None)
+
+
+def sparse_mla_backward_with_shares(
+    grad_out: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    index: Tensor,
+    length: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dkv, shares [T, K] fp32): also each key's probability among the keys, summed over heads; 0 in empty slots.
+
+    Divided by its row's sum it is the target of the indexer's loss. A sink's mass is ignored; where a sink leaves the
+    keys nothing at all (a logit of +inf) the shares are NaN. Summed in fp32 from probabilities rounded to bf16.
+    """
+    shares = torch.zeros(q.shape[0], blocks_of_heads(q.shape[1]), index.shape[1], device=q.device)
+    operands = (grad_out, q, kv, index, length, sink, out, lse, scale)
+    dq, dkv = _backward(*operands, deterministic or kv.shape[0] >= CONTRIBUTIONS_FROM, shares)
+    return dq, dkv, shares.sum(1)
+
+
+def _backward(
+    grad_out: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    index: Tensor,
+    length: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    contributions: bool,
+    shares: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """contributions: the route of dkv. shares: None, or [T, blocks of heads, K] fp32 zeros to fill."""
+    from dsattn.backends.hopper import sparse_mla_reduce as reduce
+    from dsattn.backends.hopper.sparse_mla_backward import backward_kernel
+
+    _check_dtypes(q, kv)
+    (rows, heads, width), (keys, slots) = q.shape, (kv.shape[0], index.shape[1])
+    blocks = blocks_of_heads(heads)
+    dq, dkv = torch.empty_like(q, memory_format=torch.contiguous_format), kv.new_empty(keys, width)
+    if 0 in (rows, heads, keys, slots):
+        return dq.zero_(), dkv.zero_()
+    q, scale, sign = _positive(q, scale)
+    grad_out, out = (aligned(x.to(q.dtype)) for x in (grad_out, out))
+    index, length, lse, sink = index.contiguous(), length.contiguous(), lse.contiguous(), _contiguous(sink)
+    with torch.cuda.device_of(q):
+        denominator, delta, regain = reduce.prepare(grad_out, out, lse, sink)
+        before, regain = (grad_out, aligned(q), aligned(kv), index, length), None if shares is None else regain
+        constants = {"H": heads, "C": width, "ATOMIC": not contributions, "num_warps": 4}
+
+        def run(first: int, count: int, line: Tensor, target: Tensor) -> None:
+            operands = (*before, line, denominator, delta, dq, target, shares, regain, scale, first, 0, slots)
+            launch(backward_kernel, (count * blocks,), *operands, **constants)
+
+        if not contributions:
+            additions = torch.zeros(keys, width, dtype=torch.float32, device=kv.device)
+            run(0, rows, index, additions)
+            reduce.gather_additions(additions, dkv)
+        else:
+            most = rows_of_run(rows, heads, width, slots, keys)
+            buffer = q.new_empty(most * slots, blocks, width)
+            total = torch.empty(keys if most < rows else 0, width, dtype=torch.float32, device=kv.device)
+            for first in range(0, rows, most):
+                count = min(most, rows - first)
+                places = reduce.place(index, length, first, count, keys)
+                run(first, count, places.line, buffer)
+                reduce.add_contributions(buffer, places.start, total, dkv, first == 0, first + count == rows)
+    return dq if sign == 1 else dq.mul_(sign), dkv
+
+
+def blocks_of_heads(heads: int) -> int:
+    """Blocks of threads that share a row."""
+    return -(-heads // HEADS)
+
+
+def rows_of_run(rows: int, heads: int, width: int, slots: int, keys: int) -> int:
+    """Rows whose contributions, with the words that place them, fit into SCRATCH_BYTES; at least one."""
+    a_row = slots * (2 * width * blocks_of_heads(heads) + 4) + -(-keys // 4)
+    return min(rows, max(1, SCRATCH_BYTES // a_row))
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x in one piece from a multiple of 16 bytes on, the unit of the kernels' copies."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
+    """(q, scale, sign) with a scale above 0, as the forward's maxima need it: its sign has gone into q."""
+    if scale > 0:
+        return q, scale, 1
+    sign = -1 if scale < 0 else 0
+    return q * sign, -scale or 1.0, sign
+
+
+def _check_dtypes(q: Tensor, kv: Tensor) -> None:
+    if q.dtype != torch.bfloat16 or kv.dtype != torch.bfloat16:
+        raise BackendUnavailable(
+            f"hopper computes in bf16, but q is {q.dtype} and kv {kv.dtype}; cast them or use backend='triton'"
+        )
+
+
+def _contiguous(sink: Tensor | None) -> Tensor | None:
+    return None if sink is None else sink.contiguous()
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """Streaming multiprocessors; those of an H200 where torch does not tell."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,256 @@
+"""What stands before and after the backward kernel of sparse MLA on Hopper, in plain Triton.
+
+Before: `prepare`, the backward's numbers a row and head; `place`, where each selected slot's contribution to dkv goes,
+so that those of one key lie side by side, in the order of rows. After: `gather_additions`, or `add_contributions`.
+
+Register order is the order in which the backward kernel leaves channels in memory. A tensor core product gives a thread
+two neighbouring channels of every eight; four fp32 (eight bf16) of them are stored together:
+
+    channel 16 g + 8 b + 2 q + x  is at  16 g + 4 q + 2 b + x   for fp32, b in 0..1, q in 0..3, x in 0..1
+    channel 32 g + 8 b + 2 q + x  is at  32 g + 8 q + 2 b + x   for bf16, b in 0..3
+
+Letters: T query rows, S keys, H heads, C latent width, V value width, K kept keys, R rows of a run.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsattn.backends.triton.launch import launch
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+# Words of 32 rows that one step of counting takes.
+WORDS = 16
+
+
+class Prepared(NamedTuple):
+    """Per row and head, [T, H] fp32. denominator: log2 of the softmax's, the sink included; 0 without keys.
+
+    delta: out . grad_out; 0 where out is 0. regain: 1 + exp(sink - lse), which makes P a probability among the keys
+    only; None without a sink.
+    """
+
+    denominator: Tensor
+    delta: Tensor
+    regain: Tensor | None
+
+
+class Places(NamedTuple):
+    """Where contributions of a run of rows go. line: [R, K] int32, -1 in empty slots. start: [S + 1] int32.
+
+    Key s has the lines start[s] .. start[s + 1] - 1, one a row that selected it, in the order of rows.
+    """
+
+    line: Tensor
+    start: Tensor
+
+
+def prepare(grad_out: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None) -> Prepared:
+    """grad_out, out: [T, H, V], V a power of two; lse: [T, H] fp32; sink: [H] or None. All contiguous."""
+    denominator, delta = torch.empty_like(lse), torch.empty_like(lse)
+    regain = None if sink is None else torch.empty_like(lse)
+    rows, (heads, width) = 8, out.shape[1:]
+    operands = (grad_out, out, lse, sink, denominator, delta, regain, lse.numel())
+    launch(_prepare_kernel, (triton.cdiv(lse.numel(), rows),), *operands, H=heads, V=width, ROWS=rows, num_warps=4)
+    return Prepared(denominator, delta, regain)
+
+
+@triton.jit(
+    do_not_specialize=["row_heads"],
+    do_not_specialize_on_alignment=["lse", "sink", "denominator", "delta", "regain"],
+)
+def _prepare_kernel(
+    grad_out,
+    out,
+    lse,
+    sink,
+    denominator,
+    delta,
+    regain,
+    row_heads,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row_head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = row_head < row_heads
+    at = row_head.to(tl.int64)[:, None] * V + tl.arange(0, V)[None, :]
+    o = tl.load(out + at, mask=real[:, None], other=0.0).to(tl.float32)
+    g = tl.load(grad_out + at, mask=real[:, None], other=0.0).to(tl.float32)
+    # A row without keys has out 0, and anything may arrive there.
+    tl.store(delta + row_head, tl.sum(tl.where(o == 0, 0.0, o * g), 1), mask=real)
+    log = tl.load(lse + row_head, mask=real, other=0.0)
+    if sink is not None:
+        sink_logit = tl.load(sink + row_head % H, mask=real, other=0.0).to(tl.float32)
+        tl.store(regain + row_head, 1.0 + tl.exp(sink_logit - log), mask=real)
+        high = tl.maximum(log, sink_logit)
+        low = tl.minimum(log, sink_logit)
+        # Two equal infinities differ by NaN.
+        log = tl.where(high == low, high + LN_2, high + tl.log(1.0 + tl.exp(low - high)))
+    tl.store(denominator + row_head, tl.where(log == float("-inf"), 0.0, log * LOG2_E), mask=real)
+
+
+def place(index: Tensor, length: Tensor, first_row: int, rows: int, num_keys: int) -> Places:
+    """Lines for the slots of `rows` rows from first_row on: a stable counting sort by key.
+
+    index: [T, K] int32, length: [T] int32, contiguous. A row's keys are distinct, so a run of 32 rows holds a key in
+    a word of 32 bits, and a slot's place is the number of bits before its own. Costs 8 num_keys rows / 32 bytes.
+    """
+    slots, words = index.shape[1], triton.cdiv(rows, 32)
+    held = torch.zeros(words, num_keys, dtype=torch.int32, device=index.device)
+    before = torch.empty_like(held)
+    start = torch.zeros(num_keys + 1, dtype=torch.int32, device=index.device)
+    line = torch.empty(rows, slots, dtype=torch.int32, device=index.device)
+    block = min(1024, max(32, triton.next_power_of_2(slots)))
+    grid = (rows * triton.cdiv(slots, block),)
+    launch(_mark_kernel, grid, index, length, held, first_row, slots, num_keys, SLOTS=block, num_warps=4)
+    grid = (triton.cdiv(num_keys, 64),)
+    launch(_count_kernel, grid, held, before, start, words, num_keys, WORDS=WORDS, KEYS=64, num_warps=4)
+    start = start.cumsum(0, dtype=torch.int32)
+    operands = (index, length, held, before, start, line, first_row, slots, num_keys)
+    grid = (rows * triton.cdiv(slots, block),)
+    launch(_place_kernel, grid, *operands, SLOTS=block, num_warps=4)
+    return Places(line, start)
+
+
+@triton.jit
+def _slots_of_a_row(index, length, first_row, slots, SLOTS: tl.constexpr):
+    """(row of the run, slots, the keys in them, -1 from the row's length on) of a program."""
+    blocks = tl.cdiv(slots, SLOTS)
+    run_row = tl.program_id(0) // blocks
+    slot = tl.program_id(0) % blocks * SLOTS + tl.arange(0, SLOTS)
+    row = (first_row + run_row).to(tl.int64)
+    count = tl.minimum(tl.load(length + row), slots)
+    return run_row, slot, tl.load(index + row * slots + slot, mask=slot < count, other=-1)
+
+
+@triton.jit(
+    do_not_specialize=["first_row", "slots", "num_keys"], do_not_specialize_on_alignment=["index", "length", "held"]
+)
+def _mark_kernel(index, length, held, first_row, slots, num_keys, SLOTS: tl.constexpr):
+    """held [words, S]: bit r of word w says that row 32 w + r of the run selected the key."""
+    run_row, _, key = _slots_of_a_row(index, length, first_row, slots, SLOTS)
+    word = held + (run_row // 32).to(tl.int64) * num_keys + key
+    bit = tl.full([SLOTS], 1, tl.int32) << (run_row % 32)
+    tl.atomic_or(word, bit, mask=key >= 0, sem="relaxed")
+
+
+@triton.jit
+def _ones(word):
+    """How many bits of an int32 are set."""
+    x = word.to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["words", "num_keys"], do_not_specialize_on_alignment=["held", "before", "start"])
+def _count_kernel(held, before, start, words, num_keys, WORDS: tl.constexpr, KEYS: tl.constexpr):
+    """before [words, S]: rows that selected the key in earlier words; start [1 + key]: in all words."""
+    key = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    total = tl.zeros([KEYS], tl.int32)
+    for first in range(0, words, WORDS):
+        word = first + tl.arange(0, WORDS)
+        at = word.to(tl.int64)[:, None] * num_keys + key[None, :]
+        real = (word < words)[:, None] & (key < num_keys)[None, :]
+        count = _ones(tl.load(held + at, mask=real, other=0))
+        tl.store(before + at, total[None, :] + tl.cumsum(count, 0) - count, mask=real)
+        total += tl.sum(count, 0)
+    tl.store(start + 1 + key, total, mask=key < num_keys)
+
+
+@triton.jit(
+    do_not_specialize=["first_row", "slots", "num_keys"],
+    do_not_specialize_on_alignment=["index", "length", "held", "before", "start", "line"],
+)
+def _place_kernel(index, length, held, before, start, line, first_row, slots, num_keys, SLOTS: tl.constexpr):
+    run_row, slot, key = _slots_of_a_row(index, length, first_row, slots, SLOTS)
+    live = key >= 0
+    at = (run_row // 32).to(tl.int64) * num_keys + key
+    earlier = ~(tl.full([SLOTS], -1, tl.int32) << (run_row % 32))
+    place = tl.load(start + key, mask=live, other=0) + tl.load(before + at, mask=live, other=0)
+    place += _ones(tl.load(held + at, mask=live, other=0) & earlier)
+    tl.store(line + run_row.to(tl.int64) * slots + slot, tl.where(live, place, -1), mask=slot < slots)
+
+
+def gather_additions(additions: Tensor, dkv: Tensor) -> None:
+    """dkv [S, C] = additions [S, C] fp32 in register order."""
+    block = 4096
+    grid = (triton.cdiv(dkv.numel(), block),)
+    launch(_additions_kernel, grid, additions, dkv, dkv.numel(), BLOCK=block, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["elements"])
+def _additions_kernel(additions, dkv, elements, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    within = at % 16
+    source = at - within + within % 8 // 2 * 4 + within // 8 * 2 + within % 2
+    tl.store(dkv + at, tl.load(additions + source, mask=at < elements).to(dkv.dtype.element_ty), mask=at < elements)
+
+
+def add_contributions(
+    contributions: Tensor, start: Tensor, total: Tensor, dkv: Tensor, first: bool, last: bool
+) -> None:
+    """Sum what a run of rows contributed to each key, in the order of its lines.
+
+    contributions: [lines, blocks of heads, C] in register order; start: [S + 1] int32 of `place`.
+    total: [S, C] fp32 in register order: written by the first run, added to by others, untouched by a run that is both
+    `first` and `last`. dkv: [S, C], written by the last.
+    """
+    _, blocks, width = contributions.shape
+    constants = {"C": width, "BLOCKS": blocks, "FIRST": first, "LAST": last, "LINES": 8, "num_warps": 4}
+    launch(_contributions_kernel, (dkv.shape[0],), contributions, start, total, dkv, **constants)
+
+
+@triton.jit(do_not_specialize_on_alignment=["start"])
+def _contributions_kernel(
+    contributions,
+    start,
+    total,
+    dkv,
+    C: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """One key a program. C is 512, or 512 and a rest that is a power of two."""
+    key = tl.program_id(0).to(tl.int64)
+    first = tl.load(start + key).to(tl.int64) * BLOCKS
+    stop = tl.load(start + key + 1).to(tl.int64) * BLOCKS
+    if FIRST or LAST or first < stop:
+        channel = tl.arange(0, 512)
+        sums = tl.zeros([LINES, 512], tl.float32)
+        if C > 512:
+            rest = 512 + tl.arange(0, C - 512)
+            rest_sums = tl.zeros([LINES, C - 512], tl.float32)
+        for at in range(first, stop, LINES):
+            line = at + tl.arange(0, LINES).to(tl.int64)
+            held = (line < stop)[:, None]
+            lines = contributions + line[:, None] * C
+            part = tl.load(lines + channel[None, :], mask=held, other=0.0, eviction_policy="evict_first")
+            sums += part.to(tl.float32)
+            if C > 512:
+                part = tl.load(lines + rest[None, :], mask=held, other=0.0, eviction_policy="evict_first")
+                rest_sums += part.to(tl.float32)
+        _store_sums(tl.sum(sums, 0), channel, total + key * C, dkv + key * C, FIRST, LAST)
+        if C > 512:
+            _store_sums(tl.sum(rest_sums, 0), rest, total + key * C, dkv + key * C, FIRST, LAST)
+
+
+@triton.jit
+def _store_sums(sums, channel, total, dkv, FIRST: tl.constexpr, LAST: tl.constexpr):
+    if not FIRST:
+        sums += tl.load(total + channel)
+    if LAST:
+        within = channel % 32
+        target = channel - within + within % 8 // 2 * 8 + within // 8 * 2 + within % 2
+        tl.store(dkv + target, sums.to(dkv.dtype.element_ty))
+    else:
+        tl.store(total + channel, sums)

@@ -1,0 +1,202 @@
+"""What stands around the Hopper backward, in plain Triton: in the interpreter without a GPU, else on it."""
+
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsattn.testing import random_selection
+
+pytest.importorskip("triton")
+INF, NAN = float("inf"), float("nan")
+
+
+def test_in_the_interpreter(interpret: Callable[[str], int]) -> None:
+    assert interpret(__file__) >= 20
+
+
+def random_index(rows: int, slots: int, keys: int, device: str) -> tuple[Tensor, Tensor]:
+    """(index, length): distinct keys, holes, poison past the length, an empty row, a full row."""
+    order = torch.rand(rows, max(keys, slots)).argsort(1)[:, :slots]
+    index = torch.where(order < keys, order, -1).sort(1).values.to(torch.int32)
+    index[::3, ::2] = -1
+    length = torch.randint(0, slots + 1, (rows,), dtype=torch.int32)
+    length[:1], length[1:2], length[-1:] = 0, slots, slots + 5
+    index[torch.arange(slots) >= length[:, None]] = 2**31 - 1
+    return index.to(device), length.to(device)
+
+
+def brute_force_places(index: Tensor, length: Tensor, first: int, rows: int, keys: int) -> tuple[Tensor, list[int]]:
+    line = torch.full((rows, index.shape[1]), -1, dtype=torch.int32)
+    held = [[] for _ in range(keys)]
+    for row, slot in itertools.product(range(rows), range(index.shape[1])):
+        if slot < length[first + row] and index[first + row, slot] >= 0:
+            held[index[first + row, slot]].append((row, slot))
+    for place, at in enumerate(itertools.chain(*held)):
+        line[at] = place
+    return line, [0, *itertools.accumulate(map(len, held))]
+
+
+@pytest.mark.parametrize(
+    ("rows", "slots", "keys", "first", "run"),
+    [
+        (5, 7, 9, 0, 5),
+        (70, 5, 8, 0, 70),  # words of 32 rows, the last not full
+        (70, 33, 200, 3, 64),  # a run that starts and ends between words
+        (40, 4, 1, 8, 32),  # one key: its bit is the sign
+        (3, 1100, 1200, 1, 1),  # rows in two programs
+        (6, 3, 70, 0, 6),  # keys in two programs
+        (2, 5, 4, 0, 2),
+    ],
+)
+def test_places(device: str, rows: int, slots: int, keys: int, first: int, run: int) -> None:
+    from dsattn.backends.hopper.sparse_mla_reduce import place
+
+    index, length = random_index(rows, slots, keys, device)
+    line, start = brute_force_places(index.cpu(), length.cpu(), first, run, keys)
+    got = place(index, length, first, run, keys)
+    assert got.line.cpu().equal(line)
+    assert got.start.tolist() == start
+
+
+def test_places_of_more_words_than_a_step_takes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsattn.backends.hopper import sparse_mla_reduce
+
+    monkeypatch.setattr(sparse_mla_reduce, "WORDS", 2)
+    index, length = random_index(150, 2, 3, device)
+    line, start = brute_force_places(index.cpu(), length.cpu(), 0, 150, 3)
+    got = sparse_mla_reduce.place(index, length, 0, 150, 3)
+    assert got.line.cpu().equal(line)
+    assert got.start.tolist() == start
+
+
+def test_places_of_empty_rows(device: str) -> None:
+    from dsattn.backends.hopper.sparse_mla_reduce import place
+
+    index = torch.full((4, 3), -1, dtype=torch.int32, device=device)
+    got = place(index, torch.full((4,), 3, dtype=torch.int32, device=device), 0, 4, 6)
+    assert (got.line == -1).all()
+    assert not got.start.any()
+
+
+def test_places_equal_the_inverse_of_the_selection(device: str) -> None:
+    """The library's own key-to-slots index says the same, slot by slot."""
+    from dsattn.backends.hopper.sparse_mla_reduce import place
+    from dsattn.keys import Layout
+
+    layout = Layout.packed([30, 1, 14]).to(device)
+    selection = random_selection(layout.keys, 45, 6).with_inverse(45)
+    got = place(selection.index, selection.length, 0, 45, 45)
+    assert selection.inverse is not None
+    assert got.start.long().equal(selection.inverse.offset)
+    live = selection.inverse.slot[: int(got.start[-1])]
+    assert got.line.flatten()[live].tolist() == list(range(len(live)))
+
+
+def register_order(channels: Tensor, vector: int) -> Tensor:
+    """[S, C] as the backward kernel leaves it, by the formula of the module's first lines."""
+    stored = torch.empty_like(channels)
+    for channel in range(channels.shape[1]):
+        group, within = divmod(channel, 4 * vector)
+        b, q, x = within // 8, within % 8 // 2, within % 2
+        stored[:, 4 * vector * group + vector * q + 2 * b + x] = channels[:, channel]
+    return stored
+
+
+def test_register_order_is_that_of_the_kernel() -> None:
+    """`_leave` reshapes and permutes a tile of 64 channels like this."""
+    x = torch.randn(3, 64)
+    assert register_order(x, 4).equal(x.reshape(3, 4, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(3, 64))
+    assert register_order(x, 8).equal(x.reshape(3, 2, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(3, 64))
+
+
+@pytest.mark.parametrize(("keys", "width"), [(1, 512), (5, 576), (8, 512)])
+def test_additions(device: str, keys: int, width: int) -> None:
+    from dsattn.backends.hopper.sparse_mla_reduce import gather_additions
+
+    x = torch.randn(keys, width)
+    got = torch.full((keys, width), NAN, device=device)
+    gather_additions(register_order(x, 4).to(device), got)
+    assert got.cpu().equal(x)
+
+
+@pytest.mark.parametrize(("width", "blocks"), [(576, 1), (512, 2), (576, 3)])
+@pytest.mark.parametrize("runs", [1, 2, 3])
+def test_contributions(device: str, width: int, blocks: int, runs: int) -> None:
+    """Keys without lines, with one, with more than one step; lines past the last are poison."""
+    from dsattn.backends.hopper.sparse_mla_reduce import add_contributions
+
+    counts = torch.tensor([[0, 1, 17, 0, 40], [3, 0, 16, 0, 0], [0, 0, 5, 0, 33]])[:runs]
+    keys = counts.shape[1]
+    total, dkv = torch.full((keys, width), NAN, device=device), torch.full((keys, width), NAN, device=device)
+    expected = torch.zeros(keys, width, dtype=torch.float64)
+    for run, count in enumerate(counts):
+        lines = torch.randn(int(count.sum()) + 3, blocks, width)
+        lines[-3:] = NAN
+        start = torch.cat([count.new_zeros(1), count.cumsum(0)]).int()
+        for key in range(keys):
+            expected[key] += lines[start[key] : start[key + 1]].double().sum((0, 1))
+        stored = register_order(lines.flatten(0, 1), 8).view_as(lines).to(device)
+        add_contributions(stored, start.to(device), total, dkv, run == 0, run == runs - 1)
+    torch.testing.assert_close(dkv.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    assert total.isnan().all() == (runs == 1)
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_prepare(device: str, with_sink: bool) -> None:
+    from dsattn.backends.hopper.sparse_mla_reduce import prepare
+
+    rows, heads = 7, 3
+    out, grad_out, lse = torch.randn(rows, heads, 512), torch.randn(rows, heads, 512), torch.randn(rows, heads)
+    lse[2], out[2], grad_out[2] = -INF, 0, NAN  # a row without keys, and what may arrive there
+    lse[3, 1] = NAN
+    sink = torch.tensor([0.5, -INF, 90.0]) if with_sink else None
+    got = prepare(*(x.to(device) for x in (grad_out, out, lse)), None if sink is None else sink.to(device))
+    total = lse if sink is None else torch.logaddexp(lse, sink.expand(rows, -1))
+    expected = torch.where(total == -INF, 0.0, total * 1.4426950408889634)
+    torch.testing.assert_close(got.denominator.cpu(), expected, equal_nan=True)
+    delta = torch.where(out == 0, 0.0, out * grad_out).sum(-1)
+    torch.testing.assert_close(got.delta.cpu(), delta, rtol=1e-5, atol=1e-4)
+    if sink is None:
+        assert got.regain is None
+    else:
+        keys = lse > -INF
+        torch.testing.assert_close(got.regain.cpu()[keys], (1 + (sink - lse).exp())[keys])
+
+
+@pytest.mark.parametrize("sink", [INF, -INF])
+def test_prepare_with_infinite_sinks(device: str, sink: float) -> None:
+    """Two equal infinities leave infinity; a sink of -inf leaves the keys all."""
+    from dsattn.backends.hopper.sparse_mla_reduce import prepare
+
+    zeros, lse = torch.zeros(2, 1, 512, device=device), torch.tensor([[INF], [1.0]], device=device)
+    got = prepare(zeros, zeros, lse, torch.tensor([sink], device=device))
+    assert got.denominator[0, 0] == INF
+    assert got.denominator[1, 0] == (INF if sink == INF else torch.tensor(1.0) * 1.4426950408889634)
+    assert not got.delta.any()
+
+
+@pytest.mark.slow
+def test_compiles_for_hopper(launches: list, assemble: Callable[[Any], Any]) -> None:
+    """No spills, and contributions are read 16 bytes at a time."""
+    from dsattn.backends.hopper.sparse_mla import sparse_mla_backward
+    from dsattn.backends.hopper.sparse_mla_backward import backward_kernel
+
+    q, out = torch.zeros(2, 64, 576, dtype=torch.bfloat16), torch.zeros(2, 64, 512, dtype=torch.bfloat16)
+    index, sink = torch.zeros(2, 2048, dtype=torch.int32), torch.zeros(64)
+    for deterministic in (False, True):
+        operands = (out, q, q[0], index, index[:, 0], sink, out, torch.zeros(2, 64), 0.1)
+        sparse_mla_backward(*operands, deterministic)
+    others = {launch.kernel.__name__: launch for launch in launches if launch.kernel is not backward_kernel}
+    assert len(others) == 6
+    for name, launch in others.items():
+        got = assemble(launch)
+        assert got.complaints == [], name
+        assert got.spills == 0, name
+        if name == "_contributions_kernel":
+            assert len(re.findall(r"ld\.global\.\S*v4\.b32", got.ptx)) >= 4
+            assert got.registers <= 64
