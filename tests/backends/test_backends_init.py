@@ -288,6 +288,8 @@ KERNELS = {
     "select_keys": ("triton",),
     FORWARD: ("hopper", "triton"),
     BACKWARD: ("hopper", "triton"),
+    "indexer_kl.forward": ("triton",),
+    "indexer_kl.backward": ("triton",),
 }
 
 

@@ -12,7 +12,7 @@ from dsattn.keys import Layout
 from dsattn.ops import blocks, dense_mla, distill, ranged, sparse_mla
 from dsattn.ops.distill_reference import backward_reference, forward_reference
 from dsattn.selection import Selection
-from dsattn.testing import Case, Sizes, make_case, naive_scores, random_selection
+from dsattn.testing import Case, Sizes, make_case, naive_attention, naive_scores, random_selection
 
 MODES = ("warmup", "sparse")
 
@@ -37,7 +37,7 @@ def selection_of(mode: str, case: Case) -> Selection | None:
 
 
 def forward(case: Case, selection: Selection | None) -> tuple[Tensor, tuple[Any, ...]]:
-    """Its three outputs, and the arguments that the backward shares."""
+    """Its outputs, and the arguments that the backward shares."""
     flags = {"scale": case.scale, "value_dim": case.sizes.value_dim}
     if selection is None:
         lse, index = dense_mla(case.q, case.kv, case.keys, **flags)[1], (None, None)
@@ -48,7 +48,7 @@ def forward(case: Case, selection: Selection | None) -> tuple[Tensor, tuple[Any,
     return forward_reference(*operands, divisor, case.scale, True, ""), operands
 
 
-def backward(operands: tuple[Any, ...], saved: tuple[Tensor, Tensor], scale: float) -> tuple[Tensor, ...]:
+def backward(operands: tuple[Any, ...], saved: list[Tensor], scale: float) -> tuple[Tensor, ...]:
     real = operands[-1]
     return backward_reference(real.to(saved[0].dtype), *operands, *saved, scale, True, "", True)
 
@@ -60,7 +60,7 @@ def test_saves_what_whole_matrices_say(mode: str, cut: tuple[int, int], monkeypa
     selection = selection_of(mode, case)
     monkeypatch.setattr(ranged, "key_runs", lambda device: cut[0])
     monkeypatch.setattr(blocks, "_CPU_BYTES", cut[1])
-    (_, score_lse, mass), _ = forward(case, selection)
+    (_, score_lse, mass, dscore), _ = forward(case, selection)
     mask = case.keys.mask(case.layout.num_keys)
     if selection is not None:
         mask = selection.mask(case.layout.num_keys)
@@ -69,6 +69,14 @@ def test_saves_what_whole_matrices_say(mode: str, cut: tuple[int, int], monkeypa
     torch.testing.assert_close(score_lse[0], torch.where(peak.isfinite(), peak, 0.0), rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(score_lse.sum(0), scores.logsumexp(1), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(mass, case.sizes.heads * mask.any(1).double(), rtol=1e-12, atol=0)
+    if selection is None:
+        assert dscore.shape == (41, 0)
+    else:
+        identity = torch.eye(case.layout.num_keys, dtype=torch.float64)[:, None]
+        target = naive_attention(case.q, case.kv[:, None], identity, mask, scale=case.scale)[0].mean(1)
+        share = torch.where(mask, scores.softmax(1), 0.0)
+        wanted = (share - target).gather(1, selection.index.clamp(min=0).long())
+        torch.testing.assert_close(dscore, torch.where(selection.index < 0, 0.0, wanted), rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -79,7 +87,7 @@ def test_nothing_of_size_rows_times_keys(mode: str, monkeypatch: pytest.MonkeyPa
     selection = selection_of(mode, case)
     with Largest() as largest:
         (loss, *saved), operands = forward(case, selection)
-        backward(operands, (saved[0], saved[1]), case.scale)
+        backward(operands, saved, case.scale)
     assert loss.isfinite()
     assert largest.numel <= 1024 * 1024 // 8
 
@@ -111,7 +119,7 @@ def test_gradients_of_shared_scores_cancel(mode: str) -> None:
     case.w.fill_(1.0)
     case.k_i.fill_(2.0)  # then dw = 2 * sum_s dL/dI
     (_, *saved), operands = forward(case, selection_of(mode, case))
-    dq, dk, dw = backward(operands, (saved[0], saved[1]), case.scale)
+    dq, dk, dw = backward(operands, saved, case.scale)
     assert dk.abs().max() > 1e-2
     assert dw.abs().max() < 1e-14
     assert dq.abs().max() < 1e-14

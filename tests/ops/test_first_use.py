@@ -256,6 +256,14 @@ def test_the_loss_of_warm_up_is_checked_apart(install) -> None:
     assert len(calls) == 1
 
 
+def test_the_loss_of_grouped_keys_is_checked_apart(install) -> None:
+    calls = install("indexer_kl.forward", _KL[0])
+    case, lse = make_case(LAYOUT, SIZES), torch.zeros(30, 4)
+    for kv in (case.kv, case.k):
+        indexer_kl(case.q_i, case.k_i, case.w, case.q, kv, lse, case.keys, scale=1.0)
+    assert len(calls) == 4
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("operation", REFERENCES)
 def test_low_precision_is_no_fault(operation: str, dtype: torch.dtype, install) -> None:

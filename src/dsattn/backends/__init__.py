@@ -138,6 +138,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "select_keys": (_kernels("triton", "select"), REFERENCE),
     "sparse_mla.forward": (_kernels("hopper", "sparse_mla"), _kernels("triton", "sparse_mla"), REFERENCE),
     "sparse_mla.backward": (_kernels("hopper", "sparse_mla"), _kernels("triton", "sparse_mla"), REFERENCE),
+    "indexer_kl.forward": (_kernels("triton", "indexer_kl"), REFERENCE),
+    "indexer_kl.backward": (_kernels("triton", "indexer_kl"), REFERENCE),
     "dsa_attention.forward": (COMPOSED,),
     "dsa_attention.backward": (COMPOSED,),
 }

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsattn.backends import Call, choose, resolve_deterministic
+from dsattn.backends import Call, Choice, choose, resolve_deterministic
 from dsattn.errors import InputError
 from dsattn.keys import KeyRange
 from dsattn.ops.distill_reference import backward_reference, forward_reference
+from dsattn.ops.first_use import serve
 from dsattn.ops.indexer import check_indexer, wide_dtype
 from dsattn.ops.operator import operator
 from dsattn.selection import Selection
@@ -111,26 +112,28 @@ def _index(selection: Selection | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if selection is None else (selection.index, selection.length)
 
 
-Run = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Run = Callable[..., tuple[Tensor, ...]]
 
 
 def choose_forward(q_i: Tensor, k_i: Tensor, index: Tensor | None, deterministic: bool, backend: str) -> Run:
     """Who serves the forward. A call that nobody can take backward fails here already."""
     _choose("backward", q_i, k_i, index, deterministic, backend)
-    return _choose("forward", q_i, k_i, index, deterministic, backend) or forward_reference
+    choice = _choose("forward", q_i, k_i, index, deterministic, backend)
+    return serve("indexer_kl.forward", choice, forward_reference)
 
 
 def choose_backward(q_i: Tensor, k_i: Tensor, index: Tensor | None, deterministic: bool, backend: str) -> Run:
     """Who serves the backward."""
-    return _choose("backward", q_i, k_i, index, deterministic, backend) or backward_reference
+    choice = _choose("backward", q_i, k_i, index, deterministic, backend)
+    return serve("indexer_kl.backward", choice, backward_reference, forward_reference)
 
 
 def _choose(
     direction: str, q_i: Tensor, k_i: Tensor, index: Tensor | None, deterministic: bool, backend: str
-) -> Run | None:
+) -> Choice:
     top_k = 0 if index is None else index.shape[1]
     rest = {"heads": q_i.shape[1], "width": q_i.shape[2], "top_k": top_k, "deterministic": deterministic}
-    return choose(f"indexer_kl.{direction}", Call.of(q_i, k_i.shape[0], **rest), backend).function
+    return choose(f"indexer_kl.{direction}", Call.of((q_i, k_i), k_i.shape[0], **rest), backend)
 
 
 @operator("indexer_kl")
@@ -152,16 +155,20 @@ def _forward(
     group: str,
     deterministic: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     run = choose_forward(q_i, k_i, index, deterministic, backend)
     keys = KeyRange(start, stop)
-    return run(q_i, k_i, w, q, kv, lse, index, length, keys, real, divisor, scale, relu, group)
+    loss, score_lse, mass, dscore = run(
+        *(q_i, k_i, w, q, kv, lse, index, length, keys, real, divisor, scale, relu, group)
+    )
+    return loss, score_lse, mass, dscore
 
 
 @_forward.register_fake
-def _(q_i, k_i, w, q, *rest):
-    wide = wide_dtype(q_i, q)
-    return tuple(q.new_empty(shape, dtype=wide) for shape in ((), (2, q.shape[0]), (q.shape[0],)))
+def _(q_i, k_i, w, q, kv, lse, index, *rest):
+    wide, rows = wide_dtype(q_i, q), q.shape[0]
+    shapes = ((), (2, rows), (rows,), (rows, 0 if index is None else index.shape[1]))
+    return tuple(q.new_empty(shape, dtype=wide) for shape in shapes)
 
 
 @operator("indexer_kl_backward")
@@ -181,6 +188,7 @@ def _backward(
     divisor: Tensor,
     score_lse: Tensor,
     mass: Tensor,
+    dscore: Tensor,
     scale: float,
     relu: bool,
     group: str,
@@ -190,7 +198,8 @@ def _backward(
     run = choose_backward(q_i, k_i, index, deterministic, backend)
     keys, row_scale = KeyRange(start, stop), torch.where(real, grad / divisor, 0.0)
     operands = (q_i, k_i, w, q, kv, lse, index, length, keys, real)
-    return run(row_scale, *operands, score_lse, mass, scale, relu, group, deterministic)
+    dq, dk, dw = run(row_scale, *operands, score_lse, mass, dscore, scale, relu, group, deterministic)
+    return dq, dk, dw
 
 
 @_backward.register_fake

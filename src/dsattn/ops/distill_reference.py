@@ -73,8 +73,11 @@ def forward_reference(
     scale: float,
     relu: bool,
     group: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, log-sum-exp of the scores [2, T], mass of the target before normalisation [T]).
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, log-sum-exp of the scores [2, T], mass of the target before normalisation [T], dKL/dI [T, K]).
+
+    The last is softmax(I) - target of the selected keys, 0 in empty slots and in rows without mass; [T, 0] where all
+    keys are read, which the backward meets again.
 
     KL = sum T log T - sum T I + lse(I) with T = target / mass, accumulated over runs of keys with I taken relative to
     a running maximum, so that large scores cancel before they are rounded. For the same reason the log-sum-exp stays
@@ -83,6 +86,7 @@ def forward_reference(
     inputs = _Inputs(q_i, k_i, w, q, kv, lse, index, keys, real, scale, relu, group)
     total, mass, entropy, cross = (q_i.new_zeros(q_i.shape[0], dtype=inputs.wide) for _ in range(4))
     peak = torch.full_like(total, -torch.inf)
+    dscore = total.new_zeros(len(total), 0 if index is None else index.shape[1])
     for tile in _tiles(inputs):
         part = tile.rows
         top = torch.maximum(peak[part], tile.score.amax(1))
@@ -94,11 +98,14 @@ def forward_reference(
         entropy[part] += torch.xlogy(tile.target, tile.target).sum(1)
         total[part] = total[part] * lifted.exp() + relative.exp().sum(1)
         peak[part] = top
+        if isinstance(tile.keys, Tensor):  # such a tile is all that its rows read
+            whole = _dscore(relative, total[part].log(), tile.target, mass[part])
+            dscore[part] = whole.masked_fill_(tile.keys == len(k_i), 0)
     rest = total.log()
     kl = (entropy - cross) / mass - mass.log() + rest
     live = real & (mass != 0)
     score_lse = torch.stack([torch.where(peak.isfinite(), peak, 0.0), rest])
-    return torch.where(live, kl, 0.0).sum() / divisor, score_lse, mass
+    return torch.where(live, kl, 0.0).sum() / divisor, score_lse, mass, dscore
 
 
 def backward_reference(
@@ -115,22 +122,28 @@ def backward_reference(
     real: Tensor,
     score_lse: Tensor,
     mass: Tensor,
+    dscore: Tensor,
     scale: float,
     relu: bool,
     group: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq_i, dk_i, dw), given dL/dKL_t as row_scale [T]; dk_i is summed in fp32 (fp64 for fp64 inputs)."""
+    """(dq_i, dk_i, dw), given dL/dKL_t as row_scale [T]; dk_i is summed in fp32 (fp64 for fp64 inputs).
+
+    Of selected keys the forward's dscore tells all; for ranges the target is made again.
+    """
     inputs = _Inputs(q_i, k_i, w, q, kv, lse, index, keys, real, scale, relu, group)
     wide = inputs.wide
     dq, dw = q_i.new_zeros(q_i.shape, dtype=wide), w.new_zeros(w.shape, dtype=wide)
     dk = k_i.new_zeros(k_i.shape[0] + 1, k_i.shape[1], dtype=wide)  # the last row collects empty slots' zeros
     row_scale = torch.where(mass != 0, row_scale, 0.0)[:, None]
-    share = torch.where(mass != 0, 1 / mass, 0.0)[:, None]
-    for tile in _tiles(inputs):
+    for tile in _tiles(inputs, with_target=index is None):
         part = tile.rows
-        below_peak_RW = tile.score.sub_(score_lse[0, part, None])
-        dscore_RW = softmax.probabilities(below_peak_RW, score_lse[1, part]) - tile.target * share[part]
+        if index is None:
+            relative_RW = tile.score.sub_(score_lse[0, part, None])
+            dscore_RW = _dscore(relative_RW, score_lse[1, part], tile.target, mass[part])
+        else:
+            dscore_RW = dscore[part]
         dscore_RW = torch.where(row_scale[part] == 0, 0.0, dscore_RW * row_scale[part])
         if isinstance(tile.keys, slice):
             dq_tile, dk_tile, dw_tile = shared_key_gradients(tile.q, tile.k, tile.w, tile.dot, dscore_RW, relu)
@@ -141,6 +154,15 @@ def backward_reference(
         dq[part] += dq_tile
         dw[part] += dw_tile
     return dq.to(q_i.dtype), dk[:-1].to(k_i.dtype), dw.to(w.dtype)
+
+
+def _dscore(relative_RW: Tensor, rest_R: Tensor, target_RW: Tensor, mass_R: Tensor) -> Tensor:
+    """dKL/dI = softmax(I) - target / mass, 0 in rows without mass. relative: I less its maximum, taken over.
+
+    rest: log of the sum of exponentials of relative.
+    """
+    dscore_RW = softmax.probabilities(relative_RW, rest_R) - target_RW / mass_R[:, None]
+    return dscore_RW.masked_fill_((mass_R == 0)[:, None], 0)
 
 
 def _own_key_gradients(tile: _Tile, dscore_RK: Tensor, relu: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,9 +176,13 @@ def _own_key_gradients(tile: _Tile, dscore_RK: Tensor, relu: bool) -> tuple[Tens
     return torch.bmm(ddot_RHK, tile.k), torch.bmm(ddot_RHK.transpose(1, 2), tile.q), dw_RH
 
 
-def _tiles(x: _Inputs) -> Iterator[_Tile]:
-    """Blocks of rows, each with its runs of shared keys, or with its own selected keys at once."""
-    for rows, where, k_tile, k_attention, read_RW in _shared(x) if x.index is None else _selected(x, x.index):
+def _tiles(x: _Inputs, *, with_target: bool = True) -> Iterator[_Tile]:
+    """Blocks of rows, each with its runs of shared keys, or with its own selected keys at once.
+
+    with_target: selected keys only may do without; their target is 0 then.
+    """
+    cuts = _shared(x) if x.index is None else _selected(x, x.index, with_target)
+    for rows, where, k_tile, k_attention, read_RW in cuts:
         q_RHD, w_RH = x.q_i[rows].to(x.wide), x.w[rows].to(x.wide)
         if read_RW is not None:  # 0 * NaN must not be met
             live_R = read_RW.any(1)
@@ -164,11 +190,13 @@ def _tiles(x: _Inputs) -> Iterator[_Tile]:
         shared = isinstance(where, slice)
         dot_HRW = torch.einsum("rhd,wd->hrw" if shared else "rhd,rwd->hrw", q_RHD, k_tile)
         score_RW = torch.einsum("hrw,rh->rw", dot_HRW.relu() if x.relu else dot_HRW, w_RH)
-        target_RW = _target(x.q[rows].to(x.wide), k_attention, x.lse[rows].to(x.wide), x.scale, shared)
+        target_RW = torch.zeros_like(score_RW)
+        if with_target:
+            target_RW = _target(x.q[rows].to(x.wide), k_attention, x.lse[rows].to(x.wide), x.scale, shared)
         if read_RW is not None:
             score_RW.masked_fill_(~read_RW, -torch.inf)
             target_RW.masked_fill_(~read_RW, 0)
-        if x.group:
+        if x.group and with_target:
             target_RW = _sum_over(target_RW, x.group)
         yield _Tile(rows, q_RHD, w_RH, dot_HRW, score_RW, target_RW, where, k_tile)
 
@@ -192,11 +220,12 @@ def _shared(x: _Inputs) -> Iterator[_Cut]:
             yield block.rows, run, k_WD, k_WGC.transpose(0, 1).to(x.wide), read_RW
 
 
-def _selected(x: _Inputs, index: Tensor) -> Iterator[_Cut]:
-    """Key rows of their own [R, K]: k [R, K, D], attention keys [R, K, G, C], read [R, K]."""
+def _selected(x: _Inputs, index: Tensor, with_target: bool) -> Iterator[_Cut]:
+    """Key rows of their own [R, K]: k [R, K, D], attention keys [R, K, G, C] (G = 0 without target), read [R, K]."""
     index = index.masked_fill(~x.real[:, None], -1)
     keys, width = x.k_i.shape[0], x.q.shape[2]
-    k_SD, attention_SC = with_zero_row(x.k_i, x.wide), with_zero_row(x.kv.flatten(1), x.wide)
+    attention = x.kv.flatten(1) if with_target else x.kv.flatten(1)[:, :0]
+    k_SD, attention_SC = with_zero_row(x.k_i, x.wide), with_zero_row(attention, x.wide)
     per_key = 2 * k_SD.shape[1] + attention_SC.shape[1] + 3 * (x.q.shape[1] + x.q_i.shape[1])
     for rows in row_blocks(index.shape[0], x.wide.itemsize * index.shape[1] * per_key, index.device):
         where_RK = gather_index(index[rows], keys)

@@ -60,7 +60,7 @@ def dsa_attention(
 
 def _choose(direction: str, q: Tensor, kv: Tensor, index: Tensor, value_dim: int, deterministic: bool, backend: str):
     rest = {"heads": q.shape[1], "width": q.shape[2], "value_width": value_dim, "top_k": index.shape[1]}
-    call = Call.of(q, kv.shape[0], deterministic=deterministic, **rest)
+    call = Call.of((q, kv), kv.shape[0], deterministic=deterministic, **rest)
     operation = f"dsa_attention.{direction}"
     named = any(row.name == backend for row in TABLE[operation])  # any other name is for the parts
     return choose(operation, call, backend if named else "auto").function
@@ -87,7 +87,7 @@ def _forward(
     group: str,
     deterministic: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     _choose("backward", q, kv, index, value_dim, deterministic, backend)
     run = _choose("forward", q, kv, index, value_dim, deterministic, backend) or forward_composed
     indexer, rows = (q_i, k_i, w), (index, length, real, divisor, start, stop)
@@ -98,7 +98,8 @@ def _forward(
 def _(q, kv, sink, q_i, k_i, w, index, length, real, divisor, start, stop, scale, kl_weight, value_dim, *flags):
     wide, rows = wide_dtype(q, q_i), q.shape[0]
     lse, kl = q.new_empty(q.shape[:2], dtype=wide_dtype(q, kv)), q.new_empty((), dtype=wide)
-    return q.new_empty(*q.shape[:2], value_dim), lse, kl, kl.new_empty(2, rows), kl.new_empty(rows)
+    out, loss = q.new_empty(*q.shape[:2], value_dim), (kl.new_empty(2, rows), kl.new_empty(rows))
+    return out, lse, kl, *loss, kl.new_empty(rows, index.shape[1])
 
 
 @operator("dsa_attention_backward")
@@ -121,6 +122,7 @@ def _backward(
     lse: Tensor,
     score_lse: Tensor,
     mass: Tensor,
+    dscore: Tensor,
     scale: float,
     kl_weight: float,
     relu: bool,
@@ -130,7 +132,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     run = _choose("backward", q, kv, index, out.shape[-1], deterministic, backend) or backward_composed
     indexer, rows = (q_i, k_i, w), (index, length, real, divisor, start, stop)
-    saved, flags = (out, lse, score_lse, mass), (scale, kl_weight, relu, group, deterministic, backend)
+    saved, flags = (out, lse, score_lse, mass, dscore), (scale, kl_weight, relu, group, deterministic, backend)
     grads = run((grad_out, grad_kl), q, kv, sink, indexer, rows, saved, flags)
     dq, dkv, dq_i, dk_i, dw = grads
     dsink = q.new_empty(0) if sink is None else softmax.sink_gradient(out, grad_out, lse, sink)
@@ -146,10 +148,10 @@ def _(grad_out, grad_kl, q, kv, sink, q_i, k_i, w, *rest):
 
 def _setup(ctx, inputs, output) -> None:
     *operands, scale, kl_weight, _, relu, group, deterministic, backend = inputs
-    out, lse, _, score_lse, mass = output
+    out, lse, _, *of_loss = output
     ctx.flags = (scale, kl_weight, relu, group, deterministic, backend)
-    ctx.mark_non_differentiable(lse, score_lse, mass)
-    ctx.save_for_backward(*operands, out, lse, score_lse, mass)
+    ctx.mark_non_differentiable(lse, *of_loss)
+    ctx.save_for_backward(*operands, out, lse, *of_loss)
 
 
 def _autograd(ctx, grad_out, _, grad_kl, *rest):
@@ -171,8 +173,8 @@ def forward_composed(
     rows: tuple[Tensor, ...],
     flags: Flags,
     value_dim: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out, lse, weighted kl, log-sum-exp of the scores, mass of the target): the two operations in turn."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, weighted kl, and what the loss saves: score_lse, mass, dscore): the two operations in turn."""
     q_i, k_i, w = indexer
     index, length, real, divisor, start, stop = rows
     scale, kl_weight, relu, group, deterministic, backend = flags
@@ -181,8 +183,8 @@ def forward_composed(
     distill = kl_forward(q_i, k_i, index, deterministic, backend)
     out, lse = attend(q, kv, index, length, sink, scale, value_dim)
     keys = KeyRange(start, stop)
-    kl, score_lse, mass = distill(q_i, k_i, w, q, kv, lse, index, length, keys, real, divisor, scale, relu, group)
-    return out, lse, kl * kl_weight, score_lse, mass
+    kl, *saved = distill(q_i, k_i, w, q, kv, lse, index, length, keys, real, divisor, scale, relu, group)
+    return out, lse, kl * kl_weight, saved[0], saved[1], saved[2]
 
 
 def backward_composed(
@@ -199,15 +201,16 @@ def backward_composed(
     grad_out, grad_kl = grads
     q_i, k_i, w = indexer
     index, length, real, divisor, start, stop = rows
-    out, lse, score_lse, mass = saved
+    out, lse, *of_loss = saved
     scale, kl_weight, relu, group, deterministic, backend = flags
     backend = _of_parts(backend)
     attend = attention_backward(q, kv, index, out.shape[-1], deterministic, backend)
     distill = kl_backward(q_i, k_i, index, deterministic, backend)
     dq, dkv = attend(grad_out, q, kv, index, length, sink, out, lse, scale, deterministic)
     row_scale, keys = torch.where(real, grad_kl * kl_weight / divisor, 0.0), KeyRange(start, stop)
-    target = (q, kv, lse, index, length, keys, real, score_lse, mass)
-    return dq, dkv, *distill(row_scale, q_i, k_i, w, *target, scale, relu, group, deterministic)
+    target = (q, kv, lse, index, length, keys, real, *of_loss)
+    dq_i, dk_i, dw = distill(row_scale, q_i, k_i, w, *target, scale, relu, group, deterministic)
+    return dq, dkv, dq_i, dk_i, dw
 
 
 def _of_parts(backend: str) -> str:

@@ -178,11 +178,11 @@ class _Plan:
     def _lse(self) -> Tensor:
         """[T, H]: the attention's log-sum-exp, which the loss takes, in fp64."""
         q, kv = (self.make(name, self.like[name]).double().nan_to_num(0.0) for name in ("q", "kv"))
-        k = kv.view(self.keys, -1, q.shape[2]).repeat_interleave(
-            q.shape[1] // (kv.numel() // (self.keys * q.shape[2])), 1
-        )
-        logits = torch.einsum("thc,shc->ths", q, k) * self.make("scale", None)
-        return logits.masked_fill(~self._visible().to(q.device)[:, None], -torch.inf).logsumexp(-1)
+        k = kv.view(self.keys, -1, q.shape[2])
+        grouped = q.view(len(q), k.shape[1], -1, q.shape[2])
+        logits = torch.einsum("tgjc,sgc->tgjs", grouped, k) * self.make("scale", None)
+        visible = self._visible().to(q.device)
+        return logits.masked_fill(~visible[:, None, None], -torch.inf).logsumexp(-1).flatten(1)
 
     def _visible(self) -> Tensor:
         if self.index is None:

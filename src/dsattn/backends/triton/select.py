@@ -96,7 +96,7 @@ def select_keys(
         part = slice(first, min(first + step, rows))
         ranges = start[part], stop[part]
         scores = buffer[: part.stop - first]
-        _score(q[part], k, w[part], *ranges, relu, scores)
+        _score(q, k, w, start, stop, relu, scores, first)
         _rank(scores, keys, *ranges, index[part], length[part], score[part])
     return index, length, score
 
@@ -131,9 +131,15 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def _score(q: Tensor, k: Tensor, w: Tensor, start: Tensor, stop: Tensor, relu: bool, scores: Tensor) -> None:
-    """Fill `scores` [rows, whole tiles of keys] wherever a row may read; elsewhere anything may stand."""
-    (rows, heads, width), keys = q.shape, k.shape[0]
+def _score(
+    q: Tensor, k: Tensor, w: Tensor, start: Tensor, stop: Tensor, relu: bool, scores: Tensor, first: int = 0
+) -> None:
+    """Fill `scores` [rows, whole tiles of keys] wherever a row may read; elsewhere anything may stand.
+
+    first: the row of q, w, start and stop that the first of `scores` belongs to. Parts of q would begin at addresses
+    that are aligned here and not there, which compiles the kernel twice.
+    """
+    (_, heads, width), rows, keys = q.shape, scores.shape[0], k.shape[0]
     if not rows or not keys:
         return
     exact = q.dtype == torch.float32
@@ -154,6 +160,7 @@ def _score(q: Tensor, k: Tensor, w: Tensor, start: Tensor, stop: Tensor, relu: b
         start,
         stop,
         scores,
+        first,
         rows,
         keys,
         tiles,
@@ -181,7 +188,8 @@ def _score(q: Tensor, k: Tensor, w: Tensor, start: Tensor, stop: Tensor, relu: b
 
 @triton.jit(
     do_not_specialize=[
-        *("rows", "keys", "tiles", "chunks", "chunk_tiles", "scores_stride", "w_row", "w_head", "start_row", "stop_row")
+        *("first", "rows", "keys", "tiles", "chunks", "chunk_tiles", "scores_stride"),
+        *("w_row", "w_head", "start_row", "stop_row"),
     ],
     do_not_specialize_on_alignment=["w_ptr", "start_ptr", "stop_ptr"],  # parts of tensors begin anywhere
 )
@@ -192,6 +200,7 @@ def _score_kernel(
     start_ptr,
     stop_ptr,
     scores_ptr,
+    first,
     rows,
     keys,
     tiles,
@@ -214,7 +223,10 @@ def _score_kernel(
     STEP_WIDTH: tl.constexpr,
     RELU: tl.constexpr,
 ):
-    """Scores of TILE_ROWS rows against a chunk of keys. scores_stride and chunk_tiles count tiles of TILE_KEYS."""
+    """Scores of TILE_ROWS rows, from `first` on, against a chunk of keys.
+
+    scores_stride and chunk_tiles count tiles of TILE_KEYS.
+    """
     COLUMNS: tl.constexpr = TILE_ROWS * TILE_HEADS
     program = tl.program_id(0)
     band = program // (_BAND * chunks)
@@ -224,8 +236,8 @@ def _score_kernel(
         return
     first_row = tile.to(tl.int64) * TILE_ROWS
     row_R = first_row + tl.arange(0, TILE_ROWS)
-    start_R = tl.load(start_ptr + row_R * start_row, mask=row_R < rows, other=0)
-    stop_R = tl.minimum(tl.load(stop_ptr + row_R * stop_row, mask=row_R < rows, other=0), keys)
+    start_R = tl.load(start_ptr + (first + row_R) * start_row, mask=row_R < rows, other=0)
+    stop_R = tl.minimum(tl.load(stop_ptr + (first + row_R) * stop_row, mask=row_R < rows, other=0), keys)
     begin = tl.min(tl.where(start_R < stop_R, tl.maximum(start_R, 0), keys))
     end = tl.max(tl.where(start_R < stop_R, stop_R, 0))
     begin = tl.maximum(begin // TILE_KEYS, chunk * chunk_tiles)
@@ -237,10 +249,10 @@ def _score_kernel(
     row_C = first_row + column_C // TILE_HEADS
     head_C = column_C % TILE_HEADS
     live_C = (row_C < rows) & (head_C < HEADS)
-    w_C = tl.load(w_ptr + row_C * w_row + head_C * w_head, mask=live_C, other=0.0).to(tl.float32)
+    w_C = tl.load(w_ptr + (first + row_C) * w_row + head_C * w_head, mask=live_C, other=0.0).to(tl.float32)
     d_D = tl.arange(0, STEP_WIDTH)
     n_N = tl.arange(0, TILE_KEYS)
-    q_base_C1 = (q_ptr + row_C * q_row + head_C * q_head)[:, None]
+    q_base_C1 = (q_ptr + (first + row_C) * q_row + head_C * q_head)[:, None]
     q_CD = tl.load(q_base_C1 + d_D[None, :], mask=live_C[:, None] & (d_D < WIDTH)[None, :], other=0.0)
     wide_tile = tl.full((), TILE_KEYS, tl.int64)
     for n in range(begin, end):
