@@ -21,15 +21,16 @@ from dsattn.errors import InputError
 from dsattn.keys import Layout
 from dsattn.model import Decoder
 from dsattn.nn.state import Pass
-from dsattn.plan import explain, model_calls
+from dsattn.plan import explain, model_calls, run_calls
 from dsattn.training.recipes import RECIPES
 
 MLA = MLAConfig(heads=2, q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 GQA = GQAConfig(heads=4, kv_heads=2, head_dim=8, rope_dim=4)
+INDEXER = IndexerConfig(heads=3, head_dim=8, top_k=5, rope_dim=4, query_from="hidden")
+POOLED = dataclasses.replace(INDEXER, top_k=6, pool_size=3)
 
 
-def model(attention: MLAConfig | GQAConfig = MLA, **dsa) -> ModelConfig:
-    indexer = IndexerConfig(heads=3, head_dim=8, top_k=5, rope_dim=4, query_from="hidden")
+def model(attention: MLAConfig | GQAConfig = MLA, indexer: IndexerConfig = INDEXER, **dsa) -> ModelConfig:
     sizes = {"vocab_size": 300, "hidden_size": 16, "num_layers": 1, "intermediate_size": 24}
     return ModelConfig(**sizes, attention=attention, dsa=DSAConfig(indexer=indexer, **dsa))
 
@@ -92,6 +93,28 @@ def test_calls_are_those_that_a_model_makes(seen, attention, mode):
     torch.stack([decoder.lm_loss(out.hidden, torch.randint(0, 300, (12,))), *kl]).sum().backward()
     promised = set(model_calls(config, Call(), {mode}).items())
     assert promised == seen
+
+
+@pytest.mark.parametrize("mode", ["dense", "frozen"])
+@pytest.mark.parametrize(
+    "indexer",
+    [
+        POOLED,
+        dataclasses.replace(POOLED, pool_tail=False),
+        dataclasses.replace(POOLED, pool_arithmetic="hf"),
+        dataclasses.replace(POOLED, pool_e4m3=True),
+    ],
+)
+@pytest.mark.parametrize("attention", [MLA, GQA])
+def test_pools_are_selected_and_whole_ones_read(seen, attention, indexer, mode):
+    config = model(attention, indexer)
+    decoder = Decoder(config).train()
+    decoder(torch.randint(0, 300, (12,)), Layout.causal(12), Pass(mode=mode)).hidden.sum().backward()
+    calls = model_calls(config, Call(), {mode}, 12)
+    assert set(calls.items()) == seen
+    if mode == "frozen":
+        sparse = calls["sparse_gqa.forward" if attention is GQA else "sparse_mla.forward"]
+        assert sparse.top_k == 6 + 2 * indexer.pool_tail
 
 
 def test_a_call_shows_every_operation():
@@ -164,6 +187,23 @@ def test_a_run_counts_its_stages_pack_size_and_device():
 def test_recipes_explain_themselves(name):
     assert explain(RECIPES[name]) == explain(RECIPES[name]())
     assert "select_keys" in explain(RECIPES[name])
+
+
+def test_pools_have_a_size_class_of_their_own():
+    pooled = model(indexer=dataclasses.replace(POOLED, top_k=64, pool_size=16))
+    train = TrainConfig(stages=(StageConfig(mode="frozen"),), device="cpu", packs_per_micro_batch=1)
+    config = RunConfig(model=pooled, train=train)
+    wide = dataclasses.replace(config, data=dataclasses.replace(config.data, pack_tokens=131072))
+    calls = run_calls(wide)
+    assert calls["select_keys"].size_class == "8K"
+    assert calls["sparse_mla.forward"].size_class == "above"
+    assert "indexer_kl.forward" not in calls
+
+
+def test_pools_have_no_loss_to_explain(no_gpu):
+    operations = {line.split()[0] for line in explain(DSAConfig(indexer=POOLED)).splitlines()[1:]}
+    assert operations == {"select_keys"}
+    assert "indexer_kl" not in explain(model(indexer=POOLED))
 
 
 def test_a_dsa_config_shows_the_indexer_alone(no_gpu):

@@ -10,6 +10,7 @@ from dsattn.backends import explain as explain_call
 from dsattn.config import DSAConfig, GQAConfig, IndexerConfig, MLAConfig, ModelConfig, RunConfig
 from dsattn.errors import BackendUnavailable, InputError
 
+_NUM_KEYS = 8192  # where nobody says how many
 Subject = Call | DSAConfig | ModelConfig | RunConfig | Callable[[], RunConfig]
 
 
@@ -35,7 +36,8 @@ def explain(subject: Subject) -> str:
     if isinstance(subject, DSAConfig):
         base = _base(subject)
         kept = replace(base, top_k=subject.indexer.top_k)
-        return _table(base, subject.backend, _selection(subject.indexer, base) | _loss(subject.indexer, kept))
+        calls = _selection(subject.indexer, base, _NUM_KEYS) | _loss(subject.indexer, kept)
+        return _table(base, subject.backend, calls)
     raise InputError(
         f"subject is a {type(subject).__name__}; give a Call, DSAConfig, ModelConfig, RunConfig or a recipe"
     )
@@ -43,28 +45,31 @@ def explain(subject: Subject) -> str:
 
 def run_calls(config: RunConfig) -> dict[str, Call]:
     """Operation -> the Call that the run's layers make on its device, for the modes of its stages."""
-    return model_calls(config.model, _run_base(config), {stage.mode for stage in config.train.stages})
+    return model_calls(
+        config.model, _run_base(config), {stage.mode for stage in config.train.stages}, _num_keys(config)
+    )
 
 
-def model_calls(config: ModelConfig, base: Call, modes: set[str]) -> dict[str, Call]:
+def model_calls(config: ModelConfig, base: Call, modes: set[str], num_keys: int = _NUM_KEYS) -> dict[str, Call]:
     """Operation -> the Call that the model's layers make, for the operations that these modes run.
 
-    base: device, dtype, keys and determinism. Where an operation is called with and without selection (the indexer's
-    loss in warm-up and sparse training of GQA), the one with it is shown. Dense MLA is shown as it trains, expanded;
-    decoding with a cache runs it absorbed, as `dense_mla`.
+    base: device, dtype, size class and determinism. num_keys: how many keys there are, for KPool to make pools of.
+    Where an operation is called with and without selection (the indexer's loss in warm-up and sparse training of GQA),
+    the one with it is shown. Dense MLA is shown as it trains, expanded; decoding with a cache runs it absorbed, as
+    `dense_mla`.
     """
     attention, indexer = config.attention, config.dsa.indexer
     kind = "gqa" if isinstance(attention, GQAConfig) else "mla"
-    kept = replace(base, **_attention_sizes(attention), top_k=indexer.top_k)
+    kept = replace(base, **_attention_sizes(attention), top_k=_width(indexer))
     has_dsa = "dsa" in config.types
     calls: dict[str, Call] = {}
     if modes & {"dense", "warmup"} or "dense" in config.types:
         calls |= _both("dense_gqa", replace(base, **_dense_sizes(attention)))
     if has_dsa and modes & {"sparse", "frozen"}:
-        calls |= _selection(indexer, base) | _both(f"sparse_{kind}", kept)
+        calls |= _selection(indexer, base, num_keys) | _both(f"sparse_{kind}", kept)
     if has_dsa and "warmup" in modes:
         calls |= _loss(indexer, replace(base, top_k=0))
-    if has_dsa and "sparse" in modes:
+    if has_dsa and "sparse" in modes and indexer.pool_size == 1:
         calls |= _loss(indexer, replace(base, top_k=indexer.top_k))
         calls |= _both("dsa_attention", kept) if kind == "mla" else {}
     if attention.output_gate != "none":
@@ -74,11 +79,14 @@ def model_calls(config: ModelConfig, base: Call, modes: set[str]) -> dict[str, C
 
 
 def _run_base(config: RunConfig) -> Call:
-    keys = config.data.pack_tokens * config.train.packs_per_micro_batch
-    return _base(config.model.dsa, config.train.device, config.train.dtype, keys)
+    return _base(config.model.dsa, config.train.device, config.train.dtype, _num_keys(config))
 
 
-def _base(dsa: DSAConfig, device: str = "auto", dtype: str | None = None, num_keys: int = 8192) -> Call:
+def _num_keys(config: RunConfig) -> int:
+    return config.data.pack_tokens * config.train.packs_per_micro_batch
+
+
+def _base(dsa: DSAConfig, device: str = "auto", dtype: str | None = None, num_keys: int = _NUM_KEYS) -> Call:
     """What every call shares. dtype None: bfloat16 on a GPU, else float32."""
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.partition(":")[0]
     capability = 0
@@ -94,13 +102,29 @@ def _base(dsa: DSAConfig, device: str = "auto", dtype: str | None = None, num_ke
     )
 
 
-def _selection(indexer: IndexerConfig, base: Call) -> dict[str, Call]:
-    call = replace(base, heads=indexer.heads, width=indexer.head_dim, top_k=indexer.top_k)
-    return {"select_keys": replace(call, deterministic=False)}  # a selection has one value; nothing to ask for
+def _selection(indexer: IndexerConfig, base: Call, num_keys: int) -> dict[str, Call]:
+    """KPool selects pools among pools: by `select_keys`, or in its arithmetic `hf` by an operation of its own."""
+    size = indexer.pool_size
+    # A selection has one value: there is no determinism to ask for.
+    call = replace(base, heads=indexer.heads, width=indexer.head_dim, deterministic=False)
+    if size > 1:
+        call = replace(call, size_class=size_class(num_keys // size))
+    if indexer.pool_arithmetic == "hf":
+        return {"indexer_scores.forward": call}
+    if indexer.pool_e4m3:
+        call = replace(call, dtype="bfloat16")  # holds what was rounded to E4M3
+    return {"select_keys": replace(call, top_k=indexer.top_k // size)}
 
 
 def _loss(indexer: IndexerConfig, base: Call) -> dict[str, Call]:
+    if indexer.pool_size > 1:
+        return {}  # a pool's score teaches no single key
     return _both("indexer_kl", replace(base, heads=indexer.heads, width=indexer.head_dim))
+
+
+def _width(indexer: IndexerConfig) -> int:
+    """Slots for keys in a row of the selection: K, and with KPool's tail P - 1 more."""
+    return indexer.top_k + (indexer.pool_size - 1 if indexer.pool_tail else 0)
 
 
 def _both(operation: str, call: Call) -> dict[str, Call]:

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import json
 import math
@@ -7,7 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from dsattn.config import DSAConfig, GQAConfig, IndexerConfig, MLAConfig, ModelConfig
+from dsattn.config import (
+    DataConfig,
+    DSAConfig,
+    GQAConfig,
+    IndexerConfig,
+    MLAConfig,
+    ModelConfig,
+    RunConfig,
+    StageConfig,
+    TrainConfig,
+)
 from dsattn.errors import InputError
 from dsattn.keys import Layout
 from dsattn.model import Decoder
@@ -16,6 +27,8 @@ from dsattn.nn.state import Observation, Pass
 from dsattn.ops import blocks
 from dsattn.training.data import Pack
 from dsattn.training.health import Health, evaluating, indexer_health
+from dsattn.training.loop import load_run, train
+from dsattn.training.report import closing_table
 
 TOP_K = 4
 
@@ -380,6 +393,55 @@ def test_nothing_to_measure_is_said():
     assert wide.layers[0].recall_quartiles == [None] * 4
     json.dumps(wide.to_dict(), allow_nan=False)
     assert "no row" in indexer_health(decoder(MLA), []).note
+
+
+def test_pools_are_not_measured_as_keys_and_it_is_said():
+    model = decoder(MLA)
+    indexer = dataclasses.replace(model.config.dsa.indexer, pool_size=2)
+    pooled = Decoder(dataclasses.replace(model.config, dsa=DSAConfig(indexer=indexer)))
+    pack = pack_of(Layout.causal(12), torch.randint(0, 40, (12,)))
+    health = indexer_health(pooled, [pack])
+    assert (health.layers, health.rows, health.mean("recall")) == ([], 0, None)
+    assert health.note == "whole pools are selected: recall of single keys is not measured"
+    assert Health.from_dict(json.loads(json.dumps(health.to_dict(), allow_nan=False))) == health
+    with pytest.raises(InputError, match="max_rows_per_pack=0"):
+        indexer_health(pooled, [pack], max_rows_per_pack=0)
+
+
+def test_a_frozen_stage_with_pools_trains_evaluates_and_reports(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(8):
+        (text / f"{number}.txt").write_text(f"document {number}: " + "all the letters of it " * 3)
+    indexer = IndexerConfig(heads=2, head_dim=8, top_k=8, rope_dim=4, pool_size=4)
+    model = ModelConfig(
+        hidden_size=16, num_layers=2, intermediate_size=16, attention=MLA, dsa=DSAConfig(indexer=indexer)
+    )
+    config = RunConfig(
+        model=model,
+        data=DataConfig(source=str(text), pack_tokens=48, held_out=0.2),
+        train=TrainConfig(
+            stages=(StageConfig(mode="dense", steps=1), StageConfig(mode="frozen", steps=3)),
+            packs_per_step=2,
+            packs_per_micro_batch=1,
+            run_dir=str(tmp_path / "run"),
+            save_every=1,
+            eval_packs=2,
+            device="cpu",
+            tensorboard=False,
+        ),
+    )
+    summary = train(config, console=False)
+    assert summary["finished"]
+    dense, frozen = summary["stages"]
+    assert dense["health"] is None
+    assert frozen["held_out_loss"] > 0
+    assert "whole pools are selected" in frozen["health"]["note"]
+    assert "recall: whole pools are selected" in closing_table(summary)
+    assert (tmp_path / "run/report.html").stat().st_size > 0
+    at = [load_run(tmp_path / f"run/checkpoints/step-{step:08d}", "cpu")[0].state_dict() for step in (2, 4)]
+    changed = {name for name, weight in at[0].items() if not torch.equal(weight, at[1][name])}
+    assert changed == {name for name in at[0] if "indexer" not in name}
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ Letters: T rows, S keys, M model width, H heads, C latent width, G kv groups, d 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -53,6 +53,34 @@ class Handed:
     entries: tuple[Tensor, ...] | None = None
 
 
+R = TypeVar("R")
+Part = Literal["layer", "attention", "mlp"]
+
+
+class Recompute(Protocol):
+    """Which parts of a layer run again in the backward, and how: `parallel.recompute.Checkpoints`."""
+
+    def __call__(self, part: Part, function: Callable[..., R], run: "Pass", *operands: Any) -> R:
+        """`function(run, *operands)`, with `run.kept` set where the part will run again."""
+        ...
+
+
+class Kept(Protocol):
+    """What one checkpoint of one micro-batch keeps by value, from its first pass for its replay."""
+
+    def holds(self, name: str) -> bool:
+        """Whether this is a replay, and the first pass kept `name`."""
+        ...
+
+    def value(self, name: str, make: Callable[..., R], *operands: Any) -> R:
+        """`make(*operands)` of the first pass; a replay does not call it. For what has no gradient."""
+        ...
+
+    def graph(self, name: str, make: Callable[..., Tensor], *operands: Any) -> Tensor:
+        """`make(*operands)`, whose replay builds its graph on the matrix products and losses of the first pass."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pass:
     """What one forward of one micro-batch does; the same for every layer but for what the model hands to one.
@@ -62,21 +90,42 @@ class Pass:
         rows of this layout.
     with_kl: whether modes `warmup` and `sparse` compute the KL; None does in training with gradients on.
     with_mtp: whether the layers of multi-token prediction run; None does in training.
+    with_balance: whether layers with experts compute their sequence-wise balance loss, over `kl_divisor` too.
     probe: called by each layer with its index and an Observation. In mode `warmup` without gradients that is the
         indexer's recall against dense attention.
     handed: set by the model, for one layer.
+    recompute: which parts of layers run again in the backward; None runs nothing again. kept: set by it, for one part.
     """
 
     mode: Mode = "sparse"
     kl_divisor: int | float | Tensor | None = None
     with_kl: bool | None = None
     with_mtp: bool | None = None
+    with_balance: bool = False
     probe: Probe | None = None
     handed: Handed | None = None
+    recompute: Recompute | None = None
+    kept: Kept | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise InputError(f"mode={self.mode!r} must be one of {', '.join(get_args(Mode))}")
+
+    def holds(self, name: str) -> bool:
+        """Whether a checkpoint runs this part of a layer again, with `name` kept from the first pass."""
+        return self.kept is not None and self.kept.holds(name)
+
+    def part(self, part: Part, function: Callable[..., R], *operands: Any) -> R:
+        """`function(run, *operands)`, as `recompute` has it."""
+        return function(self, *operands) if self.recompute is None else self.recompute(part, function, self, *operands)
+
+    def value(self, name: str, make: Callable[..., R], *operands: Any) -> R:
+        """`make(*operands)`, without gradient; a replay has that of the first pass."""
+        return make(*operands) if self.kept is None else self.kept.value(name, make, *operands)
+
+    def graph(self, name: str, make: Callable[..., Tensor], *operands: Any) -> Tensor:
+        """`make(*operands)`; a replay repeats its graph, not its products."""
+        return make(*operands) if self.kept is None else self.kept.graph(name, make, *operands)
 
 
 SPARSE = Pass()
@@ -86,17 +135,21 @@ SPARSE = Pass()
 class LayerCache:
     """What decoding keeps of the rows a layer has seen. `LayerCache()` has seen none.
 
-    entries: (kv [S, C],) for MLA, (k [S, G, d], v [S, G, d]) for GQA.
-    index_keys: [S, D]; None in a layer without an indexer, and after mode `dense`.
+    entries: (kv [S, C],) for MLA, (k [S, G, d], v [S, G, d]) for GQA; none in a linear layer.
+    index_keys: [S, D], with KPool [S, 2 D] (key and gates); None in a layer without an indexer, and after mode `dense`.
+    conv, state, seen: of a linear layer, the last rows that its convolution reads, its state, and S.
     """
 
     entries: tuple[Tensor, ...] = ()
     index_keys: Tensor | None = None
+    conv: Tensor | None = None
+    state: Tensor | None = None
+    seen: int = 0
 
     @property
     def num_rows(self) -> int:
         """S."""
-        return self.entries[0].shape[0] if self.entries else 0
+        return self.entries[0].shape[0] if self.entries else self.seen
 
     def extended(self, entries: tuple[Tensor, ...], index_keys: Tensor | None) -> "LayerCache":
         """The cache with further rows; this one stays as it is.

@@ -103,12 +103,15 @@ def indexer_health(model: Decoder, packs: Sequence[Pack], *, max_rows_per_pack: 
 
     packs: on any device. max_rows_per_pack: counted rows that are measured in a pack, spread evenly; None takes all.
     Memory beside the forward: O(T K) and row blocks of [R, H, S]. Modes of the model's modules are put back.
+    With KPool whole pools are selected, by scores that no single key has: nothing is measured, and the note says so.
     Raises InputError for max_rows_per_pack below 1.
     """
     if max_rows_per_pack is not None and max_rows_per_pack < 1:
         raise InputError(f"max_rows_per_pack={max_rows_per_pack} must be at least 1; None takes every row")
     dsa = model.config.dsa
     top_k = dsa.indexer.top_k
+    if dsa.indexer.pool_size > 1:
+        return Health([], top_k, 0, [], "whole pools are selected: recall of single keys is not measured")
     device = next(model.parameters()).device
     owners = [layer for layer, source in enumerate(model.model.sources) if source == layer]
     tallies = {layer: _Tally(top_k, model.config.attention.heads, device) for layer in owners}

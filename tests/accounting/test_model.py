@@ -1,4 +1,4 @@
-"""Counts against brute force loops, built models, and the published formulas."""
+"""Counts of layers and models against brute force loops, built models, and the published formulas."""
 
 import dataclasses
 
@@ -7,8 +7,7 @@ import torch
 
 from dsattn import accounting
 from dsattn.accounting import Work
-from dsattn.config import DSAConfig, GQAConfig, IndexerConfig, MLAConfig, ModelConfig
-from dsattn.errors import InputError
+from dsattn.config import DSAConfig, GQAConfig, IndexerConfig, MLAConfig, ModelConfig, MTPConfig
 from dsattn.model import Decoder
 from dsattn.training.recipes import RECIPES
 
@@ -18,6 +17,7 @@ INDEXER = IndexerConfig(heads=3, head_dim=8, top_k=TOP_K, rope_dim=4)
 MLA = MLAConfig(heads=2, q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=10, qk_rope_head_dim=4, v_head_dim=6)
 SIZES = {"vocab_size": 300, "hidden_size": 16, "num_layers": 4, "intermediate_size": 24}
 MODEL = ModelConfig(**SIZES, attention=MLA, dsa=DSAConfig(indexer=INDEXER))
+POOLED = dataclasses.replace(INDEXER, top_k=6, pool_size=3)
 HIDDEN = dataclasses.replace(INDEXER, query_from="hidden")
 GQA = GQAConfig(heads=4, kv_heads=2, head_dim=8, rope_dim=4)
 
@@ -29,52 +29,6 @@ def gqa(**options) -> ModelConfig:
 def rows(lengths=LENGTHS) -> list[int]:
     """Visible keys of every row."""
     return [row + 1 for length in lengths for row in range(length)]
-
-
-@pytest.mark.parametrize("lengths", [LENGTHS, (), (0,), (5,), (6,), (4, 5, 6)])
-@pytest.mark.parametrize("top_k", [1, TOP_K, 100])
-def test_pairs_are_those_of_a_loop(lengths, top_k):
-    assert accounting.visible_pairs(lengths) == sum(rows(lengths))
-    assert accounting.kept_pairs(lengths, top_k) == sum(min(top_k, visible) for visible in rows(lengths))
-
-
-def test_wrong_sizes_are_refused():
-    with pytest.raises(InputError, match=r"lengths\[1\]=-1 must be at least 0"):
-        accounting.visible_pairs((3, -1))
-    with pytest.raises(InputError, match="top_k=0 must be at least 1"):
-        accounting.kept_pairs((3,), 0)
-
-
-def test_work_adds():
-    assert Work(1, 2) + Work(10, 20) == Work(11, 22)
-
-
-def test_published_rules_of_one_op():
-    """The rules by which kernels are compared: T K pairs, H heads, 576 and 512 wide."""
-    tokens, heads, kept = 4096, 64, 2048
-    pairs = tokens * kept
-    sizes = (tokens, pairs, heads, 576, 512)
-    forward = accounting.attention_work(*sizes, kv_bytes=0)
-    backward = accounting.attention_work(*sizes, "backward", kv_bytes=0)
-    assert forward.flops == 2 * tokens * heads * kept * (576 + 512)
-    assert backward.flops == 2 * tokens * heads * kept * (3 * 576 + 2 * 512)
-    assert accounting.indexer_scores_work(tokens, pairs, heads, 128, tokens).flops == 2 * heads * 128 * pairs
-    assert accounting.indexer_kl_work(tokens, pairs, (heads, 128), (heads, 576), "backward").flops == (
-        6 * tokens * kept * heads * 128
-    )
-
-
-def test_bytes_by_hand():
-    assert accounting.linear_work(3, 4, 5).bytes == 2 * (12 + 15 + 20)
-    assert accounting.linear_work(3, 4, 5, itemsize=4).bytes == 4 * (12 + 15 + 20)
-    assert accounting.select_topk_work(3, 100, 8) == Work(0, 400 + 3 * 9 * 4)
-    operands = 2 * (3 * 2 * 4 + 3 * 2 + 5 * 4)
-    assert accounting.indexer_scores_work(3, 100, 2, 4, 5).bytes == operands + 400
-    assert accounting.select_keys_work(3, 100, 2, 4, 8, 5) == Work(2 * 100 * 2 * 4, operands + 3 * 9 * 4)
-    assert accounting.dense_kv_bytes(10, 6) == 120
-    assert accounting.sparse_kv_bytes(10, 6) == 10 * (12 + 4)
-    q, out, lse = 2 * 3 * 2 * 12, 2 * 3 * 2 * 8, 4 * 3 * 2
-    assert accounting.attention_work(3, 10, 2, 12, 8, kv_bytes=7).bytes == q + out + lse + 7
 
 
 @pytest.mark.parametrize(
@@ -90,6 +44,14 @@ def test_bytes_by_hand():
         gqa(),
         gqa(output_gate="headwise", qk_norm=True),
         gqa(output_gate="elementwise", sink=True),
+        dataclasses.replace(MODEL, dsa=DSAConfig(indexer=POOLED)),
+        dataclasses.replace(MODEL, dsa=DSAConfig(indexer=POOLED, share_every=3)),
+        dataclasses.replace(MODEL, dsa=DSAConfig(indexer=INDEXER, indexer_types=("full", "full", "shared", "shared"))),
+        dataclasses.replace(MODEL, dsa=DSAConfig(indexer=INDEXER, share_every=2, share_numbering="layers")),
+        dataclasses.replace(MODEL, mtp=MTPConfig(depths=2)),
+        dataclasses.replace(MODEL, mtp=MTPConfig(depths=3, repeated=True), tie_embeddings=True),
+        dataclasses.replace(MODEL, mtp=MTPConfig(depths=1), dsa=DSAConfig(indexer=POOLED, share_every=4)),
+        dataclasses.replace(MODEL, mtp=MTPConfig(depths=2), layer_types=("dsa", "dsa", "dsa", "dense")),
     ],
 )
 def test_parameters_are_those_of_the_built_model(config):
@@ -99,6 +61,8 @@ def test_parameters_are_those_of_the_built_model(config):
     assert sum(counts.values()) == sum(p.numel() for p in model.parameters())
     indexers = sum(p.numel() for indexer in model.indexers() for p in indexer.parameters() if p.dim() == 2)
     assert counts["indexer"] == indexers
+    joins = sum(p.numel() for name, p in model.named_parameters() if "eh_proj" in name)
+    assert counts["mtp"] == joins
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -151,6 +115,86 @@ def test_gqa_attends_by_its_own_widths():
     assert parts["sparse attention"].forward.flops == 2 * kept * 4 * (8 + 8)
     dense = {part.name: part for part in accounting.layer_parts(gqa(), "dense", LENGTHS, "sparse")}
     assert dense["dense attention"].forward.flops == 2 * sum(rows()) * 4 * (8 + 8)
+
+
+@pytest.mark.parametrize("tail", [True, False])
+def test_pools_are_scored_and_kept_whole(tail):
+    """Against one layer without pools: what differs is counted a row at a time."""
+    indexer = dataclasses.replace(POOLED, pool_tail=tail)
+    config = dataclasses.replace(MODEL, dsa=DSAConfig(indexer=indexer))
+    plain = dataclasses.replace(MODEL, dsa=DSAConfig(indexer=dataclasses.replace(INDEXER, top_k=6)))
+    found, before = (
+        {part.name: part for part in accounting.layer_parts(one, "selects", LENGTHS, "frozen")}
+        for one in (config, plain)
+    )
+    assert found.keys() == before.keys()
+    scored = sum(visible // 3 for visible in rows())
+    kept = sum(3 * min(2, visible // 3) + (visible % 3 if tail else 0) for visible in rows())
+    assert found["indexer selection"].forward.flops == 2 * scored * 3 * 8
+    assert found["sparse attention"].forward.flops == 2 * kept * 2 * (12 + 8)
+    gate = 2 * sum(LENGTHS) * 16 * 8
+    assert found["indexer projections"].forward.flops == before["indexer projections"].forward.flops + gate
+    assert found["indexer projections"].backward == Work()
+    operands = 2 * (20 * 3 * 9 + 6 * 8) + 4 * 20 * 3  # q, w, 6 pools; 2 pools and a length a row
+    pooling = 2 * (2 * 20 + 6) * 8 + 4 * 20 * 3 + 4 * 20 * (6 + 2 * tail + 1)
+    assert found["indexer selection"].forward.bytes == operands + pooling
+
+
+def test_roles_follow_every_way_to_share():
+    def roles(**dsa):
+        return accounting.layer_roles(dataclasses.replace(MODEL, dsa=DSAConfig(indexer=INDEXER, **dsa)))
+
+    assert roles(indexer_types=("full", "shared", "full", "shared")) == ["selects", "shares", "selects", "shares"]
+    assert roles(share_every=2, share_offset=2) == ["selects", "selects", "shares", "selects"]
+    dense_first = dataclasses.replace(MODEL, layer_types=("dense", "dsa", "dsa", "dsa"))
+    by_layer = DSAConfig(indexer=INDEXER, share_every=2, share_offset=2, share_numbering="layers")
+    assert accounting.layer_roles(dataclasses.replace(dense_first, dsa=by_layer)) == [
+        *("dense", "selects", "shares", "selects")
+    ]
+    by_dsa = dataclasses.replace(by_layer, share_numbering="dsa")
+    assert accounting.layer_roles(dataclasses.replace(dense_first, dsa=by_dsa)) == [
+        *("dense", "selects", "selects", "shares")
+    ]
+
+
+def test_a_layer_that_teaches_its_source_has_a_loss():
+    taught = dataclasses.replace(MODEL, dsa=DSAConfig(indexer=INDEXER, share_every=2, multi_layer_teacher=True))
+    for mode in ("dense", "warmup", "sparse", "frozen"):
+        shares = {part.name: part for part in accounting.layer_parts(taught, "shares", LENGTHS, mode)}
+        selects = {part.name: part for part in accounting.layer_parts(taught, "selects", LENGTHS, mode)}
+        assert ("indexer loss" in shares) == (mode in ("warmup", "sparse"))
+        assert shares.get("indexer loss") == selects.get("indexer loss")
+        assert "indexer projections" not in shares
+
+
+@pytest.mark.parametrize("mode", ["dense", "warmup", "sparse", "frozen"])
+def test_a_depth_is_a_layer_a_product_and_a_head(mode):
+    ahead = dataclasses.replace(MODEL, mtp=MTPConfig(depths=3))
+    times = 1 if mode == "warmup" else 3
+    joined = times * 2 * sum(LENGTHS) * (2 * 16 * 16 + 16 * 300)
+    layer = accounting.layer_work(MODEL, "selects", LENGTHS, mode).flops
+    alone = accounting.model_work(MODEL, LENGTHS, mode).flops
+    assert accounting.model_work(ahead, LENGTHS, mode).flops == alone + 3 * (layer + joined)
+    repeated = dataclasses.replace(MODEL, mtp=MTPConfig(depths=3, repeated=True))
+    assert accounting.model_work(repeated, LENGTHS, mode) == accounting.model_work(ahead, LENGTHS, mode)
+    dense = dataclasses.replace(ahead, layer_types=("dsa", "dsa", "dsa", "dense"))
+    last = accounting.layer_work(MODEL, "dense", LENGTHS, mode).flops - layer
+    assert accounting.model_work(dense, LENGTHS, mode).flops == alone + last + 3 * (layer + last + joined)
+
+
+@pytest.mark.parametrize("mode", ["dense", "warmup", "sparse", "frozen"])
+def test_depths_that_share_do_once_what_they_share(mode):
+    def flops(*components: str) -> int:
+        mtp = MTPConfig(depths=3, repeated=True, shared_components=components or None)
+        return accounting.model_work(dataclasses.replace(MODEL, mtp=mtp), LENGTHS, mode).flops
+
+    parts = {part.name: part.total.flops for part in accounting.layer_parts(MODEL, "selects", LENGTHS, mode)}
+    indexer = sum(work for name, work in parts.items() if name.startswith("indexer"))
+    assert flops() - flops("sparse_attention_index") == 2 * indexer
+    weights = 16 * 12 + (0 if mode in ("sparse", "frozen") else 8 * 2 * (10 + 6))
+    keys = (2 if mode == "warmup" else 6) * sum(LENGTHS) * weights
+    assert flops() - flops("latent_kv") == 2 * keys
+    assert flops() - flops("latent_kv", "sparse_attention_index") == 2 * (keys + indexer)
 
 
 def test_a_model_is_its_layers_and_head():
