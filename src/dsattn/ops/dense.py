@@ -8,10 +8,11 @@ Letters: T query rows, S keys, H heads, G groups, C latent width, D key width, V
 import torch
 from torch import Tensor
 
-from dsattn.backends import Call, choose, resolve_deterministic
+from dsattn.backends import Call, Choice, choose, resolve_deterministic
 from dsattn.errors import InputError
 from dsattn.keys import KeyRange
 from dsattn.ops import softmax
+from dsattn.ops.first_use import serve
 from dsattn.ops.indexer import wide_dtype
 from dsattn.ops.operator import operator
 from dsattn.ops.ranged import backward_reference, forward_reference
@@ -69,10 +70,13 @@ def _check_keys(q: Tensor, keys: KeyRange) -> None:
         raise InputError(f"keys is on {keys.start.device}, q on {q.device}; use layout.to(q.device)")
 
 
-def _choose(direction: str, q: Tensor, k: Tensor, v: Tensor | None, value_dim: int, deterministic: bool, backend: str):
+def _choose(
+    direction: str, q: Tensor, k: Tensor, v: Tensor | None, value_dim: int, deterministic: bool, backend: str
+) -> tuple[str, Choice]:
     operation = f"{'dense_mla' if v is None else 'dense_gqa'}.{direction}"
     rest = {"heads": q.shape[1], "width": q.shape[2], "value_width": value_dim}
-    return choose(operation, Call.of(q, k.shape[0], deterministic=deterministic, **rest), backend).function
+    call = Call.of((q, k) if v is None else (q, k, v), k.shape[0], deterministic=deterministic, **rest)
+    return operation, choose(operation, call, backend)
 
 
 @operator("dense_attention")
@@ -89,7 +93,7 @@ def _forward(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     _choose("backward", q, k, v, value_dim, deterministic, backend)  # fails before the forward where it would after
-    run = _choose("forward", q, k, v, value_dim, deterministic, backend) or forward_reference
+    run = serve(*_choose("forward", q, k, v, value_dim, deterministic, backend), forward_reference)
     return run(q, k, v, KeyRange(start, stop), sink, scale, value_dim)
 
 
@@ -113,7 +117,8 @@ def _backward(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    run = _choose("backward", q, k, v, out.shape[-1], deterministic, backend) or backward_reference
+    choice = _choose("backward", q, k, v, out.shape[-1], deterministic, backend)
+    run = serve(*choice, backward_reference, forward_reference)
     dq, dk, dv = run(grad_out, q, k, v, KeyRange(start, stop), sink, out, lse, scale)
     nothing = q.new_empty(0)
     dsink = nothing if sink is None else softmax.sink_gradient(out, grad_out, lse, sink)

@@ -12,6 +12,7 @@ from torch import Tensor
 from dsattn.backends import Call, choose, resolve_deterministic
 from dsattn.errors import InputError
 from dsattn.ops import softmax
+from dsattn.ops.first_use import serve
 from dsattn.ops.gathered import attend, attend_backward
 from dsattn.ops.indexer import wide_dtype
 from dsattn.ops.operator import operator
@@ -58,7 +59,7 @@ def check_gqa(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:
 
 def _call(q: Tensor, k: Tensor, v: Tensor, index: Tensor, deterministic: bool) -> Call:
     rest = {"heads": q.shape[1], "width": q.shape[2], "value_width": v.shape[2], "top_k": index.shape[1]}
-    return Call.of(q, k.shape[0], deterministic=deterministic, **rest)
+    return Call.of((q, k, v), k.shape[0], deterministic=deterministic, **rest)
 
 
 @operator("sparse_gqa")
@@ -75,7 +76,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     call = _call(q, k, v, index, deterministic)
     choose("sparse_gqa.backward", call, backend)  # a call that cannot go backward fails before it goes forward
-    run = choose("sparse_gqa.forward", call, backend).function or forward_reference
+    run = serve("sparse_gqa.forward", choose("sparse_gqa.forward", call, backend), forward_reference)
     return run(q, k, v, index, length, sink, scale)
 
 
@@ -100,7 +101,8 @@ def _backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = _call(q, k, v, index, deterministic)
-    run = choose("sparse_gqa.backward", call, backend).function or backward_reference
+    choice = choose("sparse_gqa.backward", call, backend)
+    run = serve("sparse_gqa.backward", choice, backward_reference, forward_reference)
     dq, dk, dv = run(grad_out, q, k, v, index, length, sink, out, lse, scale, deterministic)
     dsink = q.new_empty(0) if sink is None else softmax.sink_gradient(out, grad_out, lse, sink)
     return dq, dk, dv, dsink

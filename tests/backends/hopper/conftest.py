@@ -85,7 +85,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 @pytest.fixture
-def assemble(tmp_path: Path) -> Callable[[Launch], Compiled]:
+def assemble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Launch], Compiled]:
     """Compile a launch for sm_90, as Triton would before it starts the kernel."""
 
     def run(launch: Launch) -> Compiled:
@@ -102,11 +102,20 @@ def assemble(tmp_path: Path) -> Callable[[Launch], Compiled]:
         packed = kernel._pack_args(backend, dict(launch.constants), bound, specialization, {})
         options, signature, constants, attributes = packed
         source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
-        compiled = triton.compile(source, target=target, options=options.__dict__)
-        path = tmp_path / "kernel.ptx"
-        path.write_text(compiled.asm["ptx"])
-        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(path), "-o", str(tmp_path / "cubin")]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        path, logs = tmp_path / "kernel.ptx", []
+
+        def make_cubin(_self: Any, ptx: str, _metadata: Any, _options: Any, _capability: int) -> bytes:
+            path.write_text(ptx)
+            command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(path), "-o", str(path) + ".cubin"]
+            logs.append(subprocess.run(command, capture_output=True, text=True, check=True).stderr)
+            return Path(f"{path}.cubin").read_bytes()
+
+        # The assembler is the slow part: it runs once, in Triton's place, and what it made goes into no one's cache.
+        monkeypatch.setattr(type(backend), "make_cubin", make_cubin)
+        with triton.knobs.cache.scope():
+            triton.knobs.cache.dir = str(tmp_path / "cache")
+            compiled = triton.compile(source, target=target, options=options.__dict__)
+        (log,) = logs
         registers, spills = _number(r"Used (\d+) registers", log), _number(r"(\d+) bytes spill stores", log)
         return Compiled(compiled.metadata.shared, registers, spills, _complaints(log), path.read_text())
 

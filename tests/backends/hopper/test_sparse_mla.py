@@ -124,20 +124,27 @@ def backward(*operands: object):
 
 
 @pytest.mark.parametrize(
-    ("keys", "deterministic", "contributions"), [(32767, False, False), (32768, False, True), (4, True, True)]
+    ("keys", "deterministic", "atomic"),
+    [(4, False, True), (32767, False, True), (32768, False, False), (4, True, False), (32768, True, False)],
 )
+@pytest.mark.parametrize("shares", [False, True])
 def test_the_route_follows_from_keys_and_determinism(
-    launches: list, keys: int, deterministic: bool, contributions: bool
+    launches: list, keys: int, deterministic: bool, atomic: bool, shares: bool
 ) -> None:
+    from dsattn.backends.hopper.sparse_mla import sparse_mla_backward_with_shares
+
     q, out = torch.zeros(2, 3, 512, dtype=torch.bfloat16), torch.zeros(2, 3, 512, dtype=torch.bfloat16)
     index = torch.zeros(2, 4, dtype=torch.int32)
-    backward(out, q, q.new_zeros(keys, 512), index, index[:, 0], None, out, torch.zeros(2, 3), 1.0, deterministic)
-    names = [launch.kernel.__name__ for launch in launches]
-    if contributions:
-        placing = ["_mark_kernel", "_count_kernel", "_place_kernel"]
-        assert names == ["_prepare_kernel", *placing, "backward_kernel", "_contributions_kernel"]
-    else:
-        assert names == ["_prepare_kernel", "backward_kernel", "_additions_kernel"]
+    call = sparse_mla_backward_with_shares if shares else backward
+    call(out, q, q.new_zeros(keys, 512), index, index[:, 0], None, out, torch.zeros(2, 3), 1.0, deterministic)
+    placing = ["_mark_kernel", "_count_kernel", "_place_kernel"]
+    contributions, atomics = (
+        [*placing, "backward_kernel", "_contributions_kernel"],
+        ["backward_kernel", "_additions_kernel"],
+    )
+    assert [launch.kernel.__name__ for launch in launches] == (atomics if atomic else contributions)
+    (launch,) = (launch for launch in launches if launch.kernel.__name__ == "backward_kernel")
+    assert launch.constants["ATOMIC"] == atomic
 
 
 @pytest.mark.parametrize("scratch", [2**31, 40000])
@@ -388,16 +395,34 @@ def test_runs_of_rows(hopper: str, heads: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.gpu
-def test_the_route_of_many_keys(hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chosen by the number of keys it gives the bits of the deterministic one."""
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("width", [512, 576])
+def test_both_routes(hopper: str, heads: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal up to the order of sums, dq in every bit; chosen by the number of keys, contributions keep their bits."""
     from dsattn.backends.hopper import sparse_mla
 
-    case = make(Layout.causal(100), sizes(64), hopper)
+    case = make(Layout.packed([40, 60, 20]), sizes(heads, width), hopper)
     selection = choose_keys(case)
-    expected = run(case, selection, None, True)
-    monkeypatch.setattr(sparse_mla, "CONTRIBUTIONS_FROM", 100)
-    for name, value in run(case, selection, None).items():
+    expected = run(case, selection, case.sink, True)
+    got = run(case, selection, case.sink)
+    assert_within_budget(got, case, selection, case.sink)
+    assert got["q"].equal(expected["q"])
+    monkeypatch.setattr(sparse_mla, "CONTRIBUTIONS_FROM", 120)
+    for name, value in run(case, selection, case.sink).items():
         assert value.equal(expected[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("most", [120, 50])
+def test_one_warp_a_key(hopper: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with many keys; in one run of rows or three."""
+    from dsattn.backends.hopper import sparse_mla, sparse_mla_reduce
+
+    case = make(Layout.packed([40, 60, 20]), sizes(64), hopper)
+    selection = choose_keys(case)
+    monkeypatch.setattr(sparse_mla, "rows_of_run", lambda *_: most)
+    monkeypatch.setattr(sparse_mla_reduce, "FEW_KEYS", 0)
+    assert_within_budget(run(case, selection, case.sink, True), case, selection, case.sink)
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from torch import Tensor
 from dsattn.testing import random_selection
 
 pytest.importorskip("triton")
-INF, NAN = float("inf"), float("nan")
+NAN = float("nan")
 
 
 def test_in_the_interpreter(interpret: Callable[[str], int]) -> None:
@@ -124,12 +124,15 @@ def test_additions(device: str, keys: int, width: int) -> None:
     assert got.cpu().equal(x)
 
 
-@pytest.mark.parametrize(("width", "blocks"), [(576, 1), (512, 2), (576, 3)])
+@pytest.mark.parametrize(("width", "blocks", "few"), [(576, 1, 5), (512, 2, 6), (576, 3, 6)])
 @pytest.mark.parametrize("runs", [1, 2, 3])
-def test_contributions(device: str, width: int, blocks: int, runs: int) -> None:
-    """Keys without lines, with one, with more than one step; lines past the last are poison."""
-    from dsattn.backends.hopper.sparse_mla_reduce import add_contributions
+def test_contributions(
+    device: str, width: int, blocks: int, few: int, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys without lines, with one, with more than one step; lines past the last are poison; one warp, and two."""
+    from dsattn.backends.hopper import sparse_mla_reduce
 
+    monkeypatch.setattr(sparse_mla_reduce, "FEW_KEYS", few)
     counts = torch.tensor([[0, 1, 17, 0, 40], [3, 0, 16, 0, 0], [0, 0, 5, 0, 33]])[:runs]
     keys = counts.shape[1]
     total, dkv = torch.full((keys, width), NAN, device=device), torch.full((keys, width), NAN, device=device)
@@ -141,43 +144,20 @@ def test_contributions(device: str, width: int, blocks: int, runs: int) -> None:
         for key in range(keys):
             expected[key] += lines[start[key] : start[key + 1]].double().sum((0, 1))
         stored = register_order(lines.flatten(0, 1), 8).view_as(lines).to(device)
-        add_contributions(stored, start.to(device), total, dkv, run == 0, run == runs - 1)
+        sparse_mla_reduce.add_contributions(stored, start.to(device), total, dkv, run == 0, run == runs - 1)
     torch.testing.assert_close(dkv.cpu().double(), expected, rtol=1e-5, atol=1e-5)
     assert total.isnan().all() == (runs == 1)
 
 
-@pytest.mark.parametrize("with_sink", [False, True])
-def test_prepare(device: str, with_sink: bool) -> None:
-    from dsattn.backends.hopper.sparse_mla_reduce import prepare
+@pytest.mark.parametrize(("keys", "warps"), [(1, 2), (32767, 2), (32768, 1)])
+def test_few_keys_have_two_warps_each(launches: list, keys: int, warps: int) -> None:
+    from dsattn.backends.hopper.sparse_mla_reduce import add_contributions
 
-    rows, heads = 7, 3
-    out, grad_out, lse = torch.randn(rows, heads, 512), torch.randn(rows, heads, 512), torch.randn(rows, heads)
-    lse[2], out[2], grad_out[2] = -INF, 0, NAN  # a row without keys, and what may arrive there
-    lse[3, 1] = NAN
-    sink = torch.tensor([0.5, -INF, 90.0]) if with_sink else None
-    got = prepare(*(x.to(device) for x in (grad_out, out, lse)), None if sink is None else sink.to(device))
-    total = lse if sink is None else torch.logaddexp(lse, sink.expand(rows, -1))
-    expected = torch.where(total == -INF, 0.0, total * 1.4426950408889634)
-    torch.testing.assert_close(got.denominator.cpu(), expected, equal_nan=True)
-    delta = torch.where(out == 0, 0.0, out * grad_out).sum(-1)
-    torch.testing.assert_close(got.delta.cpu(), delta, rtol=1e-5, atol=1e-4)
-    if sink is None:
-        assert got.regain is None
-    else:
-        keys = lse > -INF
-        torch.testing.assert_close(got.regain.cpu()[keys], (1 + (sink - lse).exp())[keys])
-
-
-@pytest.mark.parametrize("sink", [INF, -INF])
-def test_prepare_with_infinite_sinks(device: str, sink: float) -> None:
-    """Two equal infinities leave infinity; a sink of -inf leaves the keys all."""
-    from dsattn.backends.hopper.sparse_mla_reduce import prepare
-
-    zeros, lse = torch.zeros(2, 1, 512, device=device), torch.tensor([[INF], [1.0]], device=device)
-    got = prepare(zeros, zeros, lse, torch.tensor([sink], device=device))
-    assert got.denominator[0, 0] == INF
-    assert got.denominator[1, 0] == (INF if sink == INF else torch.tensor(1.0) * 1.4426950408889634)
-    assert not got.delta.any()
+    lines, start = torch.empty(1, 1, 576, dtype=torch.bfloat16), torch.zeros(keys + 1, dtype=torch.int32)
+    add_contributions(lines, start, torch.empty(0), torch.empty(keys, 576), True, True)
+    (launch,) = launches
+    assert launch.grid == (keys,)
+    assert launch.constants["num_warps"] == warps
 
 
 @pytest.mark.slow
@@ -188,15 +168,18 @@ def test_compiles_for_hopper(launches: list, assemble: Callable[[Any], Any]) -> 
 
     q, out = torch.zeros(2, 64, 576, dtype=torch.bfloat16), torch.zeros(2, 64, 512, dtype=torch.bfloat16)
     index, sink = torch.zeros(2, 2048, dtype=torch.int32), torch.zeros(64)
-    for deterministic in (False, True):
-        operands = (out, q, q[0], index, index[:, 0], sink, out, torch.zeros(2, 64), 0.1)
+    for keys, deterministic in ((64, False), (64, True), (32768, True)):
+        operands = (out, q, q.new_zeros(keys, 576), index, index[:, 0], sink, out, torch.zeros(2, 64), 0.1)
         sparse_mla_backward(*operands, deterministic)
-    others = {launch.kernel.__name__: launch for launch in launches if launch.kernel is not backward_kernel}
-    assert len(others) == 6
-    for name, launch in others.items():
+    others = [launch for launch in launches if launch.kernel is not backward_kernel]
+    forms = {str((launch.kernel.__name__, launch.constants)): launch for launch in others}
+    assert len(forms) == 6
+    for launch in forms.values():
         got = assemble(launch)
+        name = launch.kernel.__name__
         assert got.complaints == [], name
         assert got.spills == 0, name
         if name == "_contributions_kernel":
-            assert len(re.findall(r"ld\.global\.\S*v4\.b32", got.ptx)) >= 4
-            assert got.registers <= 64
+            # 4 KB of the 512 channels a warp; of the others 1024 bytes two warps, 512 one.
+            assert len(re.findall(r"ld\.global\.\S*v4\.b32", got.ptx)) == 8 + 1
+            assert got.registers <= 104

@@ -4,7 +4,8 @@ Three groups of four warps share 230 KB of shared memory: q and grad_out of the 
 
     gather   copies the tile's key rows in two halves of 256 channels, each as soon as its last reader is done
     queries  S = q k^T, dP = grad_out v^T, P and dS to shared memory, dq of the first 256 channels
-    keys     dq of the other channels; then dk = P^T grad_out + dS^T q, 64 channels at a time, and its way out
+    keys     before the first tile, delta = out . grad_out of each head; dq of the other channels; then
+             dk = P^T grad_out + dS^T q, 64 channels at a time, and its way out
 
 Gradients of keys leave in one of two ways: fp32 additions to [S, C], in any order, or bf16 contributions, each written
 to the line that `sparse_mla_reduce` assigned to it. Four fp32 or eight bf16 channels that are neighbours in a thread's
@@ -30,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dsattn.backends.hopper.sparse_mla_tiles import (
     HEADS,
     KEYS,
+    LN_2,
     LOG2_E,
     V,
     accumulator,
@@ -41,13 +43,16 @@ from dsattn.backends.hopper.sparse_mla_tiles import (
 
 HALF = gl.constexpr(256)
 
-# Barriers: a half of the keys has arrived or been read by all; P and dS are there or have been read.
+# Barriers: a half of the keys has arrived or been read by all; P and dS are there or have been read; q and grad_out
+# have arrived; delta is there.
 LEFT_FULL = gl.constexpr(0)
 RIGHT_FULL = gl.constexpr(1)
 LEFT_FREE = gl.constexpr(2)
 RIGHT_FREE = gl.constexpr(3)
 READY = gl.constexpr(4)
 DONE = gl.constexpr(5)
+ROW_FULL = gl.constexpr(6)
+DELTA_FULL = gl.constexpr(7)
 
 # Registers a thread of `keys` and `gather`; `queries` gets what 504 leave.
 REGISTERS = gl.constexpr([256, 24])
@@ -68,6 +73,35 @@ def store_heads(x, target, heads, FIRST: gl.constexpr, C: gl.constexpr):
     head = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, x.type.layout)), 1)
     channel = FIRST + gl.expand_dims(gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout)), 0)
     gl.store(target + head * C + channel, x.to(gl.bfloat16), mask=head < heads)
+
+
+@gluon.jit
+def _denominator(lse, sink, head, heads, SINK: gl.constexpr):
+    """log2 of the softmax's denominator, the sink included; 0 without keys, infinity for heads that do not exist."""
+    real = head < heads
+    log = gl.load(lse + head, mask=real, other=float("inf"))
+    if SINK:
+        logit = gl.load(sink + head, mask=real, other=0.0).to(gl.float32)
+        high = gl.maximum(log, logit, propagate_nan=tl.PropagateNan.ALL)
+        low = gl.minimum(log, logit, propagate_nan=tl.PropagateNan.ALL)
+        # Two equal infinities differ by NaN.
+        log = gl.where(high == low, high + LN_2, high + gl.log(1.0 + gl.exp(low - high)))
+    return gl.where(log == float("-inf"), 0.0, log * LOG2_E)
+
+
+@gluon.jit
+def _delta(out, grad, heads):
+    """out . grad_out of 64 heads, from out [H, V] in memory and grad [64, V] in shared memory."""
+    LAYOUT: gl.constexpr = copies()
+    head = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    channel = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    total = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, LAYOUT))
+    for j in gl.static_range(V // 64):
+        o = gl.load(out + head * V + (channel + j * 64), mask=head < heads, other=0.0).to(gl.float32)
+        g = grad.slice(j * 64, 64, dim=1).load(LAYOUT).to(gl.float32)
+        # A row without keys has out 0, and anything may arrive there.
+        total += gl.sum(gl.where(o == 0.0, 0.0, o * g), 1)
+    return total
 
 
 @gluon.jit
@@ -98,8 +132,8 @@ def _gather(kv, index, count, k_left, k_right, k_rope, bars, C: gl.constexpr):
 
 @gluon.jit
 def _queries(
-    denominator,
-    delta,
+    lse,
+    sink,
     dq,
     scale,
     zero,
@@ -113,21 +147,21 @@ def _queries(
     k_rope,
     p_shared,
     ds_shared,
+    delta_shared,
     bars,
     C: gl.constexpr,
+    SINK: gl.constexpr,
 ):
     """P and dS of each tile, and dq of the first 256 channels."""
     TILE: gl.constexpr = accumulator(KEYS)
     WIDE: gl.constexpr = accumulator(HALF)
-    head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, TILE))
-    real = head < heads
-    # Heads that do not exist get a denominator of infinity, and with it no probability.
-    log = gl.expand_dims(gl.load(denominator + head, mask=real, other=float("inf")), 1)
-    row_delta = gl.expand_dims(gl.load(delta + head, mask=real, other=0.0), 1)
+    ROW: gl.constexpr = gl.SliceLayout(1, TILE)
+    log = gl.expand_dims(_denominator(lse, sink, gl.arange(0, HEADS, layout=ROW), heads, SINK), 1)
     scale2 = scale * LOG2_E
     dq_left = gl.zeros([HEADS, HALF], gl.float32, WIDE)
     s = gl.zeros([HEADS, KEYS], gl.float32, TILE)
     dp = gl.zeros([HEADS, KEYS], gl.float32, TILE)
+    mbarrier.wait(bars.index(ROW_FULL), 0)
     for first in range(0, count, KEYS):
         phase = first // KEYS & 1
         hidden = first * zero
@@ -148,8 +182,10 @@ def _queries(
         p = gl.exp2(gl.minimum(s * scale2 - log, 1.0, propagate_nan=tl.PropagateNan.ALL))
         mbarrier.wait(bars.index(DONE), phase ^ 1)
         p_shared.index(hidden).store(p.to(gl.bfloat16))
+        mbarrier.wait(bars.index(DELTA_FULL), 0)
+        delta = gl.expand_dims(delta_shared.load(ROW), 1)
         dp = warpgroup_mma_wait(0, [dp])
-        ds = (p * (dp - row_delta) * scale).to(gl.bfloat16)
+        ds = (p * (dp - delta) * scale).to(gl.bfloat16)
         ds_shared.index(hidden).store(ds)
         fence_async_shared()
         barrier()
@@ -168,7 +204,9 @@ def _keys(
     dq,
     dk,
     shares,
-    regain,
+    out,
+    lse,
+    sink,
     zero,
     heads,
     count,
@@ -179,6 +217,8 @@ def _keys(
     k_rope,
     p_shared,
     ds_shared,
+    delta_shared,
+    regain_shared,
     bars,
     C: gl.constexpr,
     STRIDE: gl.constexpr,
@@ -186,16 +226,30 @@ def _keys(
     SHARES: gl.constexpr,
     SINK: gl.constexpr,
 ):
-    """dq of the channels from 256 on; dk of each tile, 64 channels at a time, to the lines [K] of dk, STRIDE apart."""
+    """delta; dq of the channels from 256 on; dk of each tile, 64 channels at a time.
+
+    dk goes to the lines [K] of dk, STRIDE apart.
+    """
     CHUNK: gl.constexpr = accumulator(64)
     WIDE: gl.constexpr = accumulator(HALF)
     TRANSPOSED: gl.constexpr = gl.DotOperandLayout(0, CHUNK, 2)
     OUT: gl.constexpr = leaving(4 if ATOMIC else 8)
     channel = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, OUT)), 0)
+    mbarrier.wait(bars.index(ROW_FULL), 0)
+    delta_shared.store(_delta(out, grad_shared.index(0), heads))
+    if SHARES and SINK:
+        # What makes P a probability among the keys only.
+        head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, copies()))
+        real = head < heads
+        logit = gl.load(sink + head, mask=real, other=0.0).to(gl.float32)
+        regain_shared.store(1.0 + gl.exp(logit - gl.load(lse + head, mask=real, other=0.0)))
+    barrier()
+    mbarrier.arrive(bars.index(DELTA_FULL), count=1)
     dq_right = gl.zeros([HEADS, HALF], gl.float32, WIDE)
     add = gl.zeros([KEYS, 64], gl.float32, CHUNK)
     if C > V:
         dq_rope = gl.zeros([HEADS, 64], gl.float32, CHUNK)
+    fence_async_shared()
     for first in range(0, count, KEYS):
         hidden = first * zero
         q, grad = q_shared.index(hidden), grad_shared.index(hidden)
@@ -219,7 +273,7 @@ def _keys(
             mbarrier.arrive(bars.index(LEFT_FREE), count=1)
         mbarrier.arrive(bars.index(DONE), count=1)
         if SHARES:
-            _store_shares(p_t, shares, regain, heads, line, first, count, SINK)
+            _store_shares(p_t, shares, regain_shared, line, first, count, SINK)
         for j in gl.static_range(V // 64):
             add = warpgroup_mma(p_t, grad.slice(j * 64, 64, dim=1), add, use_acc=False, is_async=True)
             add = warpgroup_mma(ds_t, q.slice(j * 64, 64, dim=1), add, is_async=True)
@@ -235,13 +289,12 @@ def _keys(
 
 
 @gluon.jit
-def _store_shares(p_t, shares, regain, heads, line, first, count, SINK: gl.constexpr):
+def _store_shares(p_t, shares, regain_shared, line, first, count, SINK: gl.constexpr):
     """Sum p_t [64 keys, 64 heads] over heads into the row's shares [K]; empty slots stay as they are."""
     LAYOUT: gl.constexpr = p_t.type.layout
     p = p_t.to(gl.float32)
     if SINK:
-        head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, LAYOUT))
-        p = p * gl.expand_dims(gl.load(regain + head, mask=head < heads, other=0.0), 0)
+        p = p * gl.expand_dims(regain_shared.load(gl.SliceLayout(0, LAYOUT)), 0)
     slot = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
     gl.store(shares + slot, gl.sum(p, 1), mask=load_index(line, first, count, gl.SliceLayout(1, LAYOUT)) >= 0)
 
@@ -260,7 +313,7 @@ def _leave(add, pointers, live, ATOMIC: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=["first_row", "zero", "slots"],
-    do_not_specialize_on_alignment=["index", "length", "line", "denominator", "delta", "shares", "regain"],
+    do_not_specialize_on_alignment=["index", "length", "line", "lse", "sink", "shares"],
 )
 def backward_kernel(
     grad_out,
@@ -269,12 +322,12 @@ def backward_kernel(
     index,
     length,
     line,
-    denominator,
-    delta,
+    out,
+    lse,
+    sink,
     dq,
     dk,
     shares,
-    regain,
     scale,
     first_row,
     zero,
@@ -286,12 +339,12 @@ def backward_kernel(
 ):
     """One block of threads a row from first_row on and 64 heads.
 
-    grad_out: [T, H, V], q, dq: [T, H, C], kv: [S, C], all bf16. index: [T, slots] int32, length: [T] int32.
-    denominator, delta, regain: [T, H] fp32 of `prepare`. zero: 0, which the compiler must not know.
+    grad_out, out: [T, H, V], q, dq: [T, H, C], kv: [S, C], all bf16. index: [T, slots] int32, length: [T] int32,
+    lse: [T, H] fp32, sink: [H] or None. zero: 0, which the compiler must not know.
     ATOMIC: dk is [S, C] fp32 to add to, line is index. Otherwise line is [rows of this launch, slots] int32, -1 in
     empty slots, and dk [lines, blocks of heads, C] bf16 to write.
     shares: None, or [T, blocks of heads, slots] fp32, zeros, which get each key's probability among the keys, summed
-    over the block's heads, from P in bf16. regain: None without a sink, or where nothing is asked of shares.
+    over the block's heads, from P in bf16.
     """
     BLOCKS: gl.constexpr = (H + HEADS - 1) // HEADS
     block = gl.program_id(0) % BLOCKS
@@ -312,52 +365,58 @@ def backward_kernel(
         k_rope = k_left
     p_shared = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, KEYS], SHARED)
     ds_shared = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, KEYS], SHARED)
-    bars = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    delta_shared = gl.allocate_shared_memory(gl.float32, [HEADS], VECTOR)
+    SHARES: gl.constexpr = shares is not None
+    SINK: gl.constexpr = sink is not None
+    regain_shared = gl.allocate_shared_memory(gl.float32, [HEADS], VECTOR) if SHARES and SINK else delta_shared
+    bars = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
     mbarrier.init(bars.index(LEFT_FULL), count=128)
     mbarrier.init(bars.index(RIGHT_FULL), count=128)
     mbarrier.init(bars.index(LEFT_FREE), count=2 if C > V else 1)
     mbarrier.init(bars.index(RIGHT_FREE), count=1)
     mbarrier.init(bars.index(READY), count=1)
     mbarrier.init(bars.index(DONE), count=1)
+    mbarrier.init(bars.index(ROW_FULL), count=128)
+    mbarrier.init(bars.index(DELTA_FULL), count=1)
+    fence_async_shared()
+    barrier()
+    # On its way while the first keys are.
     copy_heads(q_shared.index(0), q + row_head * C, heads, 0, V, C)
     if C > V:
         copy_heads(q_rope.index(0), q + row_head * C, heads, V, C - V, C)
     copy_heads(grad_shared.index(0), grad_out + row_head * V, heads, 0, V, V)
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-    fence_async_shared()
-    barrier()
+    async_copy.mbarrier_arrive(bars.index(ROW_FULL), increment_count=False)
     count = gl.minimum(gl.load(length + row), slots)
     index += row * slots
+    STRIDE: gl.constexpr = C if ATOMIC else C * BLOCKS
     if ATOMIC:
         line = index
     else:
         line += run_row.to(gl.int64) * slots
         dk += block * C
-    SHARES: gl.constexpr = shares is not None
-    SINK: gl.constexpr = regain is not None
     if SHARES:
         shares += (row * BLOCKS + block) * slots
     else:
-        shares = delta
+        shares = lse
     if SINK:
-        regain += row_head
+        sink += block * HEADS
     else:
-        regain = delta
-    STRIDE: gl.constexpr = C if ATOMIC else C * BLOCKS
-    denominator += row_head
-    delta += row_head
+        sink = lse
+    out += row_head * V
+    lse += row_head
     dq += row_head * C
     # fmt: off
     gl.warp_specialize(
         [
             (_queries, (
-                denominator, delta, dq, scale, zero, heads, count,
-                q_shared, q_rope, grad_shared, k_left, k_right, k_rope, p_shared, ds_shared, bars, C,
+                lse, sink, dq, scale, zero, heads, count,
+                q_shared, q_rope, grad_shared, k_left, k_right, k_rope, p_shared, ds_shared, delta_shared, bars,
+                C, SINK,
             )),
             (_keys, (
-                line, dq, dk, shares, regain, zero, heads, count,
-                q_shared, q_rope, grad_shared, k_right, k_rope, p_shared, ds_shared, bars,
+                line, dq, dk, shares, out, lse, sink, zero, heads, count,
+                q_shared, q_rope, grad_shared, k_right, k_rope, p_shared, ds_shared, delta_shared, regain_shared, bars,
                 C, STRIDE, ATOMIC, SHARES, SINK,
             )),
             (_gather, (kv, index, count, k_left, k_right, k_rope, bars, C)),

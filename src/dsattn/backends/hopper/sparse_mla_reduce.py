@@ -1,7 +1,7 @@
 """What stands before and after the backward kernel of sparse MLA on Hopper, in plain Triton.
 
-Before: `prepare`, the backward's numbers a row and head; `place`, where each selected slot's contribution to dkv goes,
-so that those of one key lie side by side, in the order of rows. After: `gather_additions`, or `add_contributions`.
+Before: `place`, where each selected slot's contribution to dkv goes, so that those of one key lie side by side, in the
+order of rows. After: `gather_additions`, or `add_contributions`.
 
 Register order is the order in which the backward kernel leaves channels in memory. A tensor core product gives a thread
 two neighbouring channels of every eight; four fp32 (eight bf16) of them are stored together:
@@ -21,23 +21,10 @@ from torch import Tensor
 
 from dsattn.backends.triton.launch import launch
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-
 # Words of 32 rows that one step of counting takes.
 WORDS = 16
-
-
-class Prepared(NamedTuple):
-    """Per row and head, [T, H] fp32. denominator: log2 of the softmax's, the sink included; 0 without keys.
-
-    delta: out . grad_out; 0 where out is 0. regain: 1 + exp(sink - lse), which makes P a probability among the keys
-    only; None without a sink.
-    """
-
-    denominator: Tensor
-    delta: Tensor
-    regain: Tensor | None
+# Below so many keys two warps sum the contributions of one.
+FEW_KEYS = 32768
 
 
 class Places(NamedTuple):
@@ -48,51 +35,6 @@ class Places(NamedTuple):
 
     line: Tensor
     start: Tensor
-
-
-def prepare(grad_out: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None) -> Prepared:
-    """grad_out, out: [T, H, V], V a power of two; lse: [T, H] fp32; sink: [H] or None. All contiguous."""
-    denominator, delta = torch.empty_like(lse), torch.empty_like(lse)
-    regain = None if sink is None else torch.empty_like(lse)
-    rows, (heads, width) = 8, out.shape[1:]
-    operands = (grad_out, out, lse, sink, denominator, delta, regain, lse.numel())
-    launch(_prepare_kernel, (triton.cdiv(lse.numel(), rows),), *operands, H=heads, V=width, ROWS=rows, num_warps=4)
-    return Prepared(denominator, delta, regain)
-
-
-@triton.jit(
-    do_not_specialize=["row_heads"],
-    do_not_specialize_on_alignment=["lse", "sink", "denominator", "delta", "regain"],
-)
-def _prepare_kernel(
-    grad_out,
-    out,
-    lse,
-    sink,
-    denominator,
-    delta,
-    regain,
-    row_heads,
-    H: tl.constexpr,
-    V: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    row_head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    real = row_head < row_heads
-    at = row_head.to(tl.int64)[:, None] * V + tl.arange(0, V)[None, :]
-    o = tl.load(out + at, mask=real[:, None], other=0.0).to(tl.float32)
-    g = tl.load(grad_out + at, mask=real[:, None], other=0.0).to(tl.float32)
-    # A row without keys has out 0, and anything may arrive there.
-    tl.store(delta + row_head, tl.sum(tl.where(o == 0, 0.0, o * g), 1), mask=real)
-    log = tl.load(lse + row_head, mask=real, other=0.0)
-    if sink is not None:
-        sink_logit = tl.load(sink + row_head % H, mask=real, other=0.0).to(tl.float32)
-        tl.store(regain + row_head, 1.0 + tl.exp(sink_logit - log), mask=real)
-        high = tl.maximum(log, sink_logit)
-        low = tl.minimum(log, sink_logit)
-        # Two equal infinities differ by NaN.
-        log = tl.where(high == low, high + LN_2, high + tl.log(1.0 + tl.exp(low - high)))
-    tl.store(denominator + row_head, tl.where(log == float("-inf"), 0.0, log * LOG2_E), mask=real)
 
 
 def place(index: Tensor, length: Tensor, first_row: int, rows: int, num_keys: int) -> Places:
@@ -181,7 +123,7 @@ def _place_kernel(index, length, held, before, start, line, first_row, slots, nu
 
 def gather_additions(additions: Tensor, dkv: Tensor) -> None:
     """dkv [S, C] = additions [S, C] fp32 in register order."""
-    block = 4096
+    block = 1024
     grid = (triton.cdiv(dkv.numel(), block),)
     launch(_additions_kernel, grid, additions, dkv, dkv.numel(), BLOCK=block, num_warps=4)
 
@@ -204,7 +146,9 @@ def add_contributions(
     `first` and `last`. dkv: [S, C], written by the last.
     """
     _, blocks, width = contributions.shape
-    constants = {"C": width, "BLOCKS": blocks, "FIRST": first, "LAST": last, "LINES": 8, "num_warps": 4}
+    # Few keys have many lines each, and one warp would be too slow for them.
+    warps = 2 if dkv.shape[0] < FEW_KEYS else 1
+    constants = {"C": width, "BLOCKS": blocks, "FIRST": first, "LAST": last, "LINES": 4 * warps, "num_warps": warps}
     launch(_contributions_kernel, (dkv.shape[0],), contributions, start, total, dkv, **constants)
 
 
@@ -220,13 +164,20 @@ def _contributions_kernel(
     LAST: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """One key a program. C is 512, or 512 and a rest that is a power of two."""
+    """One key a program. C is 512, or 512 and a rest that is a power of two.
+
+    A warp reads 4 KB at a time and waits for no other: two share the 512 channels, 256 each, and meet at the end.
+    """
     key = tl.program_id(0).to(tl.int64)
     first = tl.load(start + key).to(tl.int64) * BLOCKS
     stop = tl.load(start + key + 1).to(tl.int64) * BLOCKS
+    total += key * C
+    dkv += key * C
     if FIRST or LAST or first < stop:
         channel = tl.arange(0, 512)
-        sums = tl.zeros([LINES, 512], tl.float32)
+        sums = tl.zeros([512], tl.float32)
+        if not FIRST:  # loaded here, it arrives with the first lines
+            sums = tl.load(total + channel)
         if C > 512:
             rest = 512 + tl.arange(0, C - 512)
             rest_sums = tl.zeros([LINES, C - 512], tl.float32)
@@ -235,19 +186,20 @@ def _contributions_kernel(
             held = (line < stop)[:, None]
             lines = contributions + line[:, None] * C
             part = tl.load(lines + channel[None, :], mask=held, other=0.0, eviction_policy="evict_first")
-            sums += part.to(tl.float32)
             if C > 512:
-                part = tl.load(lines + rest[None, :], mask=held, other=0.0, eviction_policy="evict_first")
-                rest_sums += part.to(tl.float32)
-        _store_sums(tl.sum(sums, 0), channel, total + key * C, dkv + key * C, FIRST, LAST)
+                more = tl.load(lines + rest[None, :], mask=held, other=0.0, eviction_policy="evict_first")
+                rest_sums += more.to(tl.float32)
+            sums += tl.sum(part.to(tl.float32), 0)
+        _store_sums(sums, channel, total, dkv, LAST)
         if C > 512:
-            _store_sums(tl.sum(rest_sums, 0), rest, total + key * C, dkv + key * C, FIRST, LAST)
+            last_sums = tl.sum(rest_sums, 0)
+            if not FIRST:
+                last_sums += tl.load(total + rest)
+            _store_sums(last_sums, rest, total, dkv, LAST)
 
 
 @triton.jit
-def _store_sums(sums, channel, total, dkv, FIRST: tl.constexpr, LAST: tl.constexpr):
-    if not FIRST:
-        sums += tl.load(total + channel)
+def _store_sums(sums, channel, total, dkv, LAST: tl.constexpr):
     if LAST:
         within = channel % 32
         target = channel - within + within % 8 // 2 * 8 + within // 8 * 2 + within % 2
