@@ -211,6 +211,9 @@ def assert_within_budget(got: dict[str, Tensor], case: Case, selection: Selectio
     torch.testing.assert_close(got["lse"].double(), exact["lse"], rtol=1e-5, atol=1e-4)
     for name in ("out", "q", "kv"):
         assert got[name].dtype == torch.bfloat16
+        if not exact[name].any():  # the one key of a row has all its weight: no query can change that
+            assert float(got[name].abs().max()) < 1e-4, name
+            continue
         assert not error_budget(got[name], exact[name], low[name]), name
         assert tensor_similarity(got[name], exact[name]) > 1 - (1e-3 if name == "out" else 3e-3), name
 
@@ -314,7 +317,7 @@ def test_sinks_at_the_ends(hopper: str, sink: float) -> None:
     if sink == INF:  # torch's softmax cannot say it: all the mass is the sink's
         assert not any(got[name].any() for name in ("out", "q", "kv"))
     elif sink == 80.0:  # next to nothing is left to the keys
-        assert all(got[name].isfinite().all() for name in got)
+        assert all(got[name].isfinite().all() for name in ("out", "q", "kv"))
         assert float(got["out"].abs().max()) < 1e-20
     else:
         assert_within_budget(got, case, selection, case.sink)
