@@ -18,8 +18,10 @@ from dsattn.config import (
     DSAConfig,
     GQAConfig,
     IndexerConfig,
+    KDAConfig,
     MLAConfig,
     ModelConfig,
+    MoEConfig,
     MTPConfig,
     ParallelConfig,
     RopeConfig,
@@ -40,6 +42,8 @@ SHARED = ("latent_kv", "sparse_attention_index")
 FROM_HIDDEN = DSAConfig(indexer=IndexerConfig(query_from="hidden"))
 POOLS: dict[str, Any] = {"pool_size": 4}
 E4M3: dict[str, Any] = {**POOLS, "pool_e4m3": True}
+
+HYBRID = ("sliding", "dense", "dsa", "dsa", "linear")
 
 # (class, fields, start of the one problem that is told)
 BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
@@ -211,6 +215,12 @@ BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
     (TrainConfig, {"beta1": 1.0}, "beta1=1.0 must be in [0, 1)"),
     (TrainConfig, {"beta2": -0.1}, "beta2=-0.1 must be in [0, 1)"),
     (TrainConfig, {"dtype": "float16"}, "dtype='float16' must be one of float32, bfloat16"),
+    (TrainConfig, {"recompute": "some"}, "recompute='some' must be one of none, selective, full"),
+    (
+        TrainConfig,
+        {"recompute_reuse_selection": False},
+        "recompute_reuse_selection=False needs recompute='selective' or 'full'",
+    ),
     (TrainConfig, {"resume": "always"}, "resume='always' must be one of auto, never, must"),
     (TrainConfig, {"fresh_indexer": True}, "fresh_indexer=True needs init_from"),
     *[
@@ -222,6 +232,11 @@ BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
         RunConfig,
         {"parallel": ParallelConfig(pipeline_layout="Et*2|tL")},
         "parallel.pipeline_layout: the chunks hold 3 of 't', but num_layers=4",
+    ),
+    (
+        RunConfig,
+        {"train": TrainConfig(recompute="full", recompute_reuse_selection=False)},
+        "train.recompute_reuse_selection=False needs model.dsa.deterministic=True",
     ),
     (RunConfig, {"model": ModelConfig(vocab_size=258)}, "model.vocab_size=258 must be at least 259"),
     (
@@ -240,6 +255,61 @@ BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
         )
         for mode in ("warmup", "sparse")
     ],
+]
+BROKEN += [
+    (MoEConfig, {"experts": 0, "experts_per_token": 1}, "experts=0 must be at least 1"),
+    (MoEConfig, {"experts_per_token": 0}, "experts_per_token=0 must be at least 1"),
+    *[
+        (MoEConfig, {name: 0}, f"{name}=0 must be at least 1")
+        for name in ("intermediate_size", "groups", "groups_per_token")
+    ],
+    (MoEConfig, {"shared_experts": -1}, "shared_experts=-1 must be at least 0"),
+    (MoEConfig, {"first_dense_layers": -1}, "first_dense_layers=-1 must be at least 0"),
+    (MoEConfig, {"routed_scaling": 0.0}, "routed_scaling=0.0 must be positive"),
+    (MoEConfig, {"intermediate_size": 12}, "intermediate_size=12 must be a multiple of 8"),
+    (MoEConfig, {"groups": 3, "groups_per_token": 3}, "experts=256 must be a multiple of groups=3"),
+    (MoEConfig, {"groups_per_token": 2}, "groups_per_token=2 must not exceed groups=1"),
+    (MoEConfig, {"groups": 256, "groups_per_token": 8}, "groups=256 must hold 2 of the 256 experts each"),
+    (MoEConfig, {"groups": 64}, "experts_per_token=8 must not exceed the 4 experts in the groups of a token"),
+    (KDAConfig, {"heads": 0}, "heads=0 must be at least 1"),
+    (KDAConfig, {"head_dim": 0}, "head_dim=0 must be at least 1"),
+    (KDAConfig, {"conv_size": 0}, "conv_size=0 must be at least 1"),
+    (KDAConfig, {"norm_eps": 0.0}, "norm_eps=0.0 must be positive"),
+    (KDAConfig, {"output_gate": "yes"}, "output_gate='yes' must be one of none, headwise, elementwise"),
+    (KDAConfig, {"backend": "triton"}, "backend='triton' must be one of auto, fla, reference"),
+    *[
+        (KDAConfig, {"lower_bound": bound}, f"lower_bound={bound} must be negative and finite")
+        for bound in (0.0, 1.0, -INF, NAN)
+    ],
+    (ModelConfig, {"sliding_window": 0, "layer_types": HYBRID[:4]}, "sliding_window=0 must be at least 1"),
+    (ModelConfig, {"layer_types": HYBRID[:4]}, "sliding_window=None, but layer_types has a sliding layer"),
+    (ModelConfig, {"layer_types": HYBRID[1:]}, "kda=None, but layer_types has a linear layer"),
+    (ModelConfig, {"sliding_window": 4}, "sliding_window is set, but no layer of layer_types is sliding"),
+    (ModelConfig, {"kda": KDAConfig()}, "kda is set, but no layer of layer_types is linear"),
+    (ModelConfig, {"dense_attention": GQAConfig()}, "dense_attention is set, but no layer of layer_types is dense or"),
+    (ModelConfig, {"moe": MoEConfig(first_dense_layers=4)}, "moe.first_dense_layers=4 must be below num_layers=4"),
+    (ModelConfig, {"moe": MoEConfig(), "hidden_size": 252}, "hidden_size=252 must be a multiple of 8 with moe"),
+    (
+        ModelConfig,
+        {
+            "layer_types": HYBRID[1:],
+            "kda": KDAConfig(),
+            "mtp": MTPConfig(depths=2, repeated=True, shared_components=("latent_kv",)),
+        },
+        "mtp.shared_components needs a dsa layer: MTP layers are of the last layer's type, which is linear",
+    ),
+    (StageConfig, {"router_bias_rate": -1.0}, "router_bias_rate=-1.0 must be at least 0"),
+    (StageConfig, {"balance_weight": NAN}, "balance_weight=nan must be at least 0"),
+    (
+        RunConfig,
+        {"train": TrainConfig(stages=(StageConfig(), StageConfig(balance_weight=0.1)))},
+        "train.stages.1.balance_weight=0.1 needs model.moe",
+    ),
+    (
+        RunConfig,
+        {"model": ModelConfig(layer_types=("linear",) * 4, kda=KDAConfig())},
+        "train.stages.0.mode='sparse' needs a dsa layer",
+    ),
 ]
 CLASSES = [
     value
@@ -280,7 +350,7 @@ def rules(source: str) -> Iterator[tuple[str, str]]:
 
 
 def _tells(node: ast.stmt) -> bool:
-    return isinstance(node, ast.FunctionDef) and node.name == "problems"
+    return isinstance(node, ast.FunctionDef) and node.name in ("problems", "_problems_of_hybrids")
 
 
 def test_every_rule_is_broken_above() -> None:
@@ -581,3 +651,35 @@ def test_models_that_are_sound() -> None:
     RunConfig(model=ModelConfig(layer_types=("dense",) * 4), train=TrainConfig(stages=(DENSE,)))
     RunConfig(model=ModelConfig(vocab_size=100), data=DataConfig(tokenizer="gpt2"))
     TrainConfig(init_from="runs/a", fresh_indexer=True)
+
+
+def test_graphs_of_single_layers_would_freeze_what_layers_share() -> None:
+    shares = ModelConfig(num_layers=4, dsa=DSAConfig(share_every=2))
+    mtp = MTPConfig(depths=2, repeated=True, shared_components=("latent_kv",))
+    for scopes in ([], ["full_iteration"], ["moe"], ["moe_router", "moe_preprocess"], ["mlp"]):
+        assert not list(shares.graph_problems(scopes))
+        assert not list(ModelConfig(mtp=mtp).graph_problems(scopes))
+    assert not list(ModelConfig().graph_problems(["attn"])), "every layer selects for itself"
+    (problem,) = shares.graph_problems(["attn", "moe"])
+    assert problem.startswith("cuda_graph_scope=attn would freeze the selection that layer 1 takes from layer 0; use")
+    (problem,) = ModelConfig(mtp=mtp).graph_problems(["attn"])
+    assert "freeze the latent_kv of mtp.shared_components" in problem
+    (problem,) = ModelConfig().graph_problems(["full_iteration", "moe"])
+    assert "give it alone" in problem
+    (problem,) = ModelConfig().graph_problems(["layer"])  # pyright: ignore[reportArgumentType]
+    assert "cuda_graph_scope='layer' must be one of full_iteration, attn" in problem
+
+
+def test_experts_follow_the_first_dense_layers_into_mtp() -> None:
+    model = ModelConfig(moe=MoEConfig(first_dense_layers=3), mtp=MTPConfig(depths=2))
+    assert model.has_experts == (False, False, False, True, True, True)
+    assert ModelConfig(mtp=MTPConfig(depths=1)).has_experts == (False,) * 5
+
+
+def test_other_layers_may_have_an_attention_of_their_own() -> None:
+    other = GQAConfig()
+    model = ModelConfig(layer_types=HYBRID[:4], sliding_window=8, dense_attention=other)
+    assert [model.attention_of(kind) for kind in model.types] == [other, other, model.attention, model.attention]
+    same = replace(model, dense_attention=None)
+    assert [same.attention_of(kind) for kind in model.types] == [model.attention] * 4
+    assert model.selection_sources == (None, None, 2, 3)

@@ -415,6 +415,24 @@ def test_key_range_with_negative_and_swapped_ends() -> None:
     assert not keys.every_row_has_a_key
 
 
+@pytest.mark.parametrize("count", [1, 3, 7, 100])
+def test_the_last_keys_of_each_row(count: int) -> None:
+    """A sliding window, row by row; it begins no earlier than the row's own range."""
+    layout = Layout.packed([7, 0, 5], padded=[9, 2, 5], total=18)
+    mask, last = layout.keys.mask(18), layout.keys.last(count)
+    for row in range(18):
+        seen = mask[row].nonzero().flatten().tolist()
+        assert last.mask(18)[row].nonzero().flatten().tolist() == seen[-count:]
+    assert not last.every_row_has_a_key
+    assert Layout.causal(4).keys.last(count).every_row_has_a_key
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.0, True])
+def test_the_last_keys_are_counted(count: Any) -> None:
+    with pytest.raises(InputError, match=f"count={count!r} must be an integer of at least 1"):
+        Layout.causal(4).keys.last(count)
+
+
 def test_an_off_by_one_range_is_seen() -> None:
     """Negative control: the comparison above fails for a range that ends one key early."""
     keys = Layout.packed([5, 3]).keys

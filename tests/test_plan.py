@@ -11,8 +11,10 @@ from dsattn.config import (
     DSAConfig,
     GQAConfig,
     IndexerConfig,
+    KDAConfig,
     MLAConfig,
     ModelConfig,
+    MoEConfig,
     RunConfig,
     StageConfig,
     TrainConfig,
@@ -215,3 +217,35 @@ def test_a_dsa_config_shows_the_indexer_alone(no_gpu):
 def test_other_subjects_are_refused(subject):
     with pytest.raises(InputError, match="give a Call, DSAConfig"):
         explain(subject)
+
+
+@pytest.mark.parametrize("mode", ["dense", "warmup", "sparse", "frozen"])
+def test_a_hybrid_calls_what_each_of_its_layers_calls(seen, mode):
+    config = dataclasses.replace(
+        model(),
+        num_layers=4,
+        layer_types=("linear", "sliding", "dense", "dsa"),
+        sliding_window=3,
+        dense_attention=dataclasses.replace(GQA, output_gate="headwise"),
+        kda=KDAConfig(heads=2, head_dim=4),
+        moe=MoEConfig(experts=8, experts_per_token=2, intermediate_size=8),
+    )
+    decoder = Decoder(config).train()
+    out = decoder(torch.randint(0, 300, (12,)), Layout.causal(12), Pass(mode=mode))
+    kl = [out.kl_sum] if out.kl_sum is not None else []
+    torch.stack([decoder.lm_loss(out.hidden, torch.randint(0, 300, (12,))), *kl]).sum().backward()
+    promised = set(model_calls(config, Call(), {mode}).items())
+    assert {operation for operation, _ in promised} == {operation for operation, _ in seen}
+    assert promised <= seen
+    text = explain(config)
+    assert "kda " in text
+    assert "select_topk " in text
+
+
+def test_layers_other_than_dsa_show_what_they_call():
+    linear = dataclasses.replace(model(), layer_types=("linear",), kda=KDAConfig(heads=2, head_dim=4))
+    assert set(model_calls(linear, Call(), {"dense"})) == {"kda", "output_gate.forward", "output_gate.backward"}
+    sliding = dataclasses.replace(model(), layer_types=("sliding",), sliding_window=2, dense_attention=GQA)
+    calls = model_calls(sliding, Call(), {"sparse"})
+    assert set(calls) == {"dense_gqa.forward", "dense_gqa.backward"}
+    assert calls["dense_gqa.forward"].heads == GQA.heads

@@ -41,7 +41,7 @@ ARROWS = {
 
 KERNEL_FOLDERS = ("triton", "hopper")
 KERNELS = tuple(f"backends/{folder}/" for folder in KERNEL_FOLDERS)
-VENDORS = {"flash_mla", "cudnn", "deep_gemm", "deep_select", "tilelang", "megatron", "transformers", "triton"}
+VENDORS = {"flash_mla", "cudnn", "deep_gemm", "deep_select", "fla", "tilelang", "megatron", "transformers", "triton"}
 TOKENIZER = "training/tokenizers.py"  # may load a Hugging Face tokenizer
 OPTIONAL = VENDORS | {"tokenizers", "matplotlib", "tensorboard", "pyarrow"}
 
@@ -53,6 +53,7 @@ BUDGET = {
     ("ops/gathered.py", "attend_backward"): "a backward takes its forward's operands and results one by one",
     ("backends/cudnn.py", "sparse_mla_backward"): "argument for argument the reference's",
     ("backends/tilelang.py", "sparse_mla_backward"): "argument for argument the reference's",
+    ("ops/kda.py", "kimi_delta_attention"): "an operation takes its operands one by one",
     ("ops/select.py", "select_keys"): FIXED,
     ("ops/distill.py", "indexer_kl"): FIXED,
     ("ops/dsa.py", "dsa_attention"): FIXED,

@@ -2,7 +2,8 @@
 
     RunConfig ── model: ModelConfig ── attention: MLAConfig | GQAConfig ── rope: RopeConfig
         │                ├── dsa: DSAConfig ── indexer: IndexerConfig
-        │                └── mtp: MTPConfig
+        │                ├── mtp: MTPConfig
+        │                └── moe: MoEConfig, kda: KDAConfig
         ├── data: DataConfig
         ├── train: TrainConfig ── stages: StageConfig, ...
         └── parallel: ParallelConfig
@@ -21,11 +22,13 @@ from typing import Any, Literal, get_args
 from dsattn.errors import ConfigError, InputError
 
 Mode = Literal["dense", "warmup", "sparse", "frozen"]
-LayerType = Literal["dsa", "dense"]
+LayerType = Literal["dsa", "dense", "sliding", "linear"]
 OutputGate = Literal["none", "headwise", "elementwise"]
 IndexerType = Literal["full", "shared"]
 ShareNumbering = Literal["dsa", "layers", "pattern"]
 SharedComponent = Literal["latent_kv", "sparse_attention_index"]
+Recompute = Literal["none", "selective", "full"]
+GraphScope = Literal["full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess"]
 
 NOBODY = -1  # the source of a layer that would share and has nobody to share with
 
@@ -422,6 +425,84 @@ class MTPConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoEConfig(Checked):
+    """Mixture of experts in place of the MLP (DeepSeek-V3, arXiv 2412.19437, section 2.1.2; GLM-5)."""
+
+    experts: int = 256
+    """Routed experts E."""
+    experts_per_token: int = 8
+    """Routed experts that each token goes to."""
+    intermediate_size: int = 2048
+    """Inner width of one expert's SwiGLU."""
+    shared_experts: int = 1
+    """Experts that every token goes to, as one SwiGLU of so many times the width; 0 for none."""
+    groups: int = 1
+    """Groups of neighbouring experts; a token goes to experts of `groups_per_token` of them only."""
+    groups_per_token: int = 1
+    """Groups that a token may go to: those with the largest sum of their two best experts."""
+    routed_scaling: float = 2.5
+    """Factor on the routed experts' weights."""
+    normalise: bool = True
+    """Divide a token's weights by their sum before that."""
+    first_dense_layers: int = 3
+    """Layers at the start that keep the MLP of `intermediate_size`."""
+
+    def problems(self) -> Iterator[str]:
+        names = ("experts", "experts_per_token", "intermediate_size", "groups", "groups_per_token")
+        yield from self._at_least(1, *names)
+        yield from self._at_least(0, "shared_experts", "first_dense_layers")
+        yield from self._above_zero("routed_scaling")
+        if self.intermediate_size % 8:
+            yield f"intermediate_size={self.intermediate_size} must be a multiple of 8: grouped products read 16 bytes"
+        groups = max(self.groups, 1)
+        size = max(self.experts, 1) // groups
+        if self.experts % groups:
+            yield f"experts={self.experts} must be a multiple of groups={self.groups}"
+        if self.groups_per_token > groups:
+            yield f"groups_per_token={self.groups_per_token} must not exceed groups={self.groups}"
+        if groups > 1 and size < 2:
+            yield f"groups={self.groups} must hold 2 of the {self.experts} experts each: their two best rank a group"
+        if self.experts_per_token > max(self.groups_per_token, 1) * size:
+            yield (
+                f"experts_per_token={self.experts_per_token} must not exceed the {self.groups_per_token * size} "
+                "experts in the groups of a token"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KDAConfig(Checked):
+    """Kimi Delta Attention (arXiv 2510.26692): linear attention with a decay for each channel."""
+
+    heads: int = 64
+    """Heads H; each has one state of head_dim x head_dim."""
+    head_dim: int = 128
+    """Width of a query, key or value head."""
+    conv_size: int = 4
+    """Taps of the causal convolution over queries, keys and values: a row and the rows before it."""
+    lower_bound: float | None = -5.0
+    """Least log decay of a row: lower_bound sigmoid(exp(A) x); none takes -exp(A) softplus(x)."""
+    output_gate: OutputGate = "elementwise"
+    """Sigmoid gate on the heads' normed outputs: one number a head, or one a channel."""
+    norm_eps: float = 1e-6
+    """Epsilon of the RMSNorm on the heads' outputs."""
+    backend: str = "auto"
+    """`fla` (the package fla-core, on a GPU), `reference` (plain torch, row by row), or `auto`: fla on a GPU."""
+
+    def problems(self) -> Iterator[str]:
+        yield from self._at_least(1, "heads", "head_dim", "conv_size")
+        yield from self._above_zero("norm_eps")
+        yield from self._one_of("output_gate", *get_args(OutputGate))
+        yield from self._one_of("backend", "auto", "fla", "reference")
+        if self.lower_bound is not None and not -math.inf < self.lower_bound < 0:
+            yield f"lower_bound={self.lower_bound} must be negative and finite: a decay shrinks the state"
+
+    @property
+    def width(self) -> int:
+        """H head_dim: queries, keys and values of all heads."""
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig(Checked):
     """A decoder-only language model with DSA."""
 
@@ -434,13 +515,21 @@ class ModelConfig(Checked):
     intermediate_size: int = 512
     """Width of the SwiGLU MLP."""
     attention: MLAConfig | GQAConfig = field(default_factory=MLAConfig)
-    """The attention of every layer."""
+    """The attention of `dsa` layers, and of the others where `dense_attention` is none."""
+    dense_attention: MLAConfig | GQAConfig | None = None
+    """The attention of `dense` and `sliding` layers."""
     dsa: DSAConfig = field(default_factory=DSAConfig)
     """Selection of the `dsa` layers."""
     mtp: MTPConfig = field(default_factory=MTPConfig)
     """Multi-token prediction behind the decoder."""
+    moe: MoEConfig | None = None
+    """Mixture of experts; none gives every layer an MLP."""
+    kda: KDAConfig | None = None
+    """The linear attention of `linear` layers."""
     layer_types: tuple[LayerType, ...] | None = None
-    """`dsa` or `dense` for each layer; none makes every layer `dsa`."""
+    """`dsa`, `dense`, `sliding` or `linear` for each layer; none makes every layer `dsa`."""
+    sliding_window: int | None = None
+    """Keys that a row of a `sliding` layer reads: its own and those before it."""
     norm_eps: float = 1e-6
     """Epsilon of the RMSNorms between layers."""
     tie_embeddings: bool = False
@@ -455,15 +544,17 @@ class ModelConfig(Checked):
         if self.layer_types is not None and len(self.layer_types) != self.num_layers:
             yield f"layer_types has {len(self.layer_types)} entries for num_layers={self.num_layers}; give one each"
         for index, kind in enumerate(self.layer_types or ()):
-            if kind not in ("dsa", "dense"):
-                yield f"layer_types.{index}={kind!r} must be one of dsa, dense"
+            if kind not in get_args(LayerType):
+                yield f"layer_types.{index}={kind!r} must be one of {', '.join(get_args(LayerType))}"
+        yield from self._problems_of_hybrids()
         if indexer.query_from == "q_latent" and getattr(self.attention, "q_lora_rank", None) is None:
             yield "dsa.indexer.query_from='q_latent' needs attention.q_lora_rank; use query_from='hidden'"
         rotated = getattr(self.attention, "qk_rope_head_dim", getattr(self.attention, "rotated", 0))
         if indexer.rope_dim not in (0, rotated):
             yield f"dsa.indexer.rope_dim={indexer.rope_dim} must be 0 or {rotated}, as in the attention"
-        if self.mtp.shared_components and self.types[-1:] == ("dense",):
-            yield "mtp.shared_components needs a dsa layer: MTP layers are of the last layer's type, which is dense"
+        if self.mtp.shared_components and self.types[-1:] != ("dsa",):
+            last = "".join(self.types[-1:])
+            yield f"mtp.shared_components needs a dsa layer: MTP layers are of the last layer's type, which is {last}"
         if self.mtp.shares("latent_kv") and isinstance(self.attention, GQAConfig):
             yield "mtp.shared_components names latent_kv, which needs an MLAConfig: GQA has no latent"
         given = self.dsa.indexer_types
@@ -473,6 +564,25 @@ class ModelConfig(Checked):
         where = "share_numbering" if given is None else "indexer_types"
         for index in [index for index, source in enumerate(self.selection_sources) if source == NOBODY][:1]:
             yield f"dsa.{where}: layer {index} (from 0) would share a selection that no dsa layer before it makes"
+
+    def _problems_of_hybrids(self) -> Iterator[str]:
+        """What MoE and layers other than `dsa` need."""
+        types = self.types
+        yield from self._at_least(1, "sliding_window")
+        for kind, name in (("sliding", "sliding_window"), ("linear", "kda")):
+            if kind in types and getattr(self, name) is None:
+                yield f"{name}=None, but layer_types has a {kind} layer; set {name}"
+            if kind not in types and getattr(self, name) is not None:
+                yield f"{name} is set, but no layer of layer_types is {kind}; leave it out"
+        if self.dense_attention is not None and not {"dense", "sliding"} & set(types):
+            yield "dense_attention is set, but no layer of layer_types is dense or sliding; leave it out"
+        if self.moe is not None and self.moe.first_dense_layers >= self.num_layers:
+            yield (
+                f"moe.first_dense_layers={self.moe.first_dense_layers} must be below num_layers={self.num_layers}, "
+                "or no layer has experts"
+            )
+        if self.moe is not None and self.hidden_size % 8:
+            yield f"hidden_size={self.hidden_size} must be a multiple of 8 with moe: grouped products read 16 bytes"
 
     def pipeline_problems(self, chunks: Sequence[str]) -> Iterator[str]:
         """Yield a sentence for each chunk that this model cannot be cut into; chunks as `parse_pipeline_layout` gives.
@@ -499,6 +609,25 @@ class ModelConfig(Checked):
                     f"layer {source} in an earlier chunk; begin it with a layer that selects"
                 )
 
+    def graph_problems(self, scopes: Sequence[GraphScope]) -> Iterator[str]:
+        """Yield a sentence for whatever CUDA graphs of `scopes` (Megatron Core's `cuda_graph_scope`) would freeze.
+
+        A graph of one layer's attention replays the addresses of its capture: a selection or latents that another layer
+        hands to it would be those of the step that was captured. One graph of the whole iteration holds both layers.
+        """
+        name, way_out = "cuda_graph_scope", "use full_iteration, or leave attn out"
+        if unknown := [scope for scope in scopes if scope not in get_args(GraphScope)]:
+            yield f"{name}={unknown[0]!r} must be one of {', '.join(get_args(GraphScope))}"
+        if "full_iteration" in scopes and len(scopes) > 1:
+            yield f"{name}={', '.join(scopes)}: full_iteration holds what the others would; give it alone"
+        if "attn" not in scopes:
+            return
+        sources = self.selection_sources
+        for layer, source in [(layer, one) for layer, one in enumerate(sources) if one not in (None, layer)][:1]:
+            yield f"{name}=attn would freeze the selection that layer {layer} takes from layer {source}; {way_out}"
+        for component in self.mtp.shared_components or ():
+            yield f"{name}=attn would freeze the {component} of mtp.shared_components; {way_out}"
+
     @property
     def types(self) -> tuple[LayerType, ...]:
         """One entry a decoder layer."""
@@ -509,6 +638,16 @@ class ModelConfig(Checked):
         """One entry a layer: the decoder's, then those of MTP, which are of the type of the last one."""
         types = self.types
         return types + types[-1:] * self.mtp.num_layers
+
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        """For each layer, MTP layers behind the decoder's, whether its MLP is a mixture of experts."""
+        first = len(self.all_types) if self.moe is None else self.moe.first_dense_layers
+        return tuple(index >= first for index in range(len(self.all_types)))
+
+    def attention_of(self, kind: LayerType) -> "MLAConfig | GQAConfig":
+        """The attention of layers of type `kind`, which is not `linear`."""
+        return self.attention if kind == "dsa" or self.dense_attention is None else self.dense_attention
 
     @property
     def selection_sources(self) -> tuple[int | None, ...]:
@@ -592,12 +731,17 @@ class StageConfig(Checked):
     """Weight of the indexer's KL loss beside the language-model loss."""
     mtp_weight: float = 0.1
     """Weight of the multi-token prediction loss, the mean of its depths, beside the language-model loss."""
+    router_bias_rate: float = 1e-3
+    """MoE: how far each expert's routing bias moves a step, towards equal loads; 0 leaves it."""
+    balance_weight: float = 0.0
+    """MoE: weight of the sequence-wise balance loss, summed over layers; 0 computes none."""
 
     def problems(self) -> Iterator[str]:
         yield from self._one_of("mode", "dense", "warmup", "sparse", "frozen")
         yield from self._at_least(1, "steps")
         yield from self._at_least(0, "lr_warmup")
         yield from self._above_zero("lr", "kl_weight", "mtp_weight")
+        yield from self._at_least(0, "router_bias_rate", "balance_weight")
         if not 0 <= self.lr_final <= 1:
             yield f"lr_final={self.lr_final} must be in [0, 1]"
 
@@ -622,6 +766,11 @@ class TrainConfig(Checked):
     """Largest global gradient norm; larger ones are scaled down."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the layers; parameters and optimiser stay fp32."""
+    recompute: Recompute = "none"
+    """What runs again in the backward instead of staying in memory: nothing; norms, MLA's up-projections, attention and
+    MLPs (`selective`); or whole layers (`full`)."""
+    recompute_reuse_selection: bool = True
+    """Replays use the selections and the indexers' losses of the first pass; otherwise they make both again."""
     device: str = "auto"
     """`auto` takes a GPU where there is one."""
     seed: int = 0
@@ -653,6 +802,9 @@ class TrainConfig(Checked):
         yield from self._at_least(0, "weight_decay", "seed")
         yield from self._above_zero("grad_clip")
         yield from self._one_of("dtype", "float32", "bfloat16")
+        yield from self._one_of("recompute", *get_args(Recompute))
+        if self.recompute == "none" and not self.recompute_reuse_selection:
+            yield "recompute_reuse_selection=False needs recompute='selective' or 'full': nothing else selects twice"
         yield from self._one_of("resume", "auto", "never", "must")
         if not self.stages:
             yield "stages is empty; give at least one stage"
@@ -731,10 +883,18 @@ class RunConfig(Checked):
             yield f"model.vocab_size={self.model.vocab_size} must be at least 259 for the byte tokenizer"
         for problem in self.model.pipeline_problems(self.parallel.chunks(self.model.num_layers, self.model.mtp.depths)):
             yield f"parallel.pipeline_layout: {problem}"
-        if all(kind == "dense" for kind in self.model.types):
+        if "dsa" not in self.model.types:
             for index, stage in enumerate(self.train.stages):
                 if stage.mode != "dense":
                     yield f"train.stages.{index}.mode={stage.mode!r} needs a dsa layer in model.layer_types"
+        for index, stage in enumerate(self.train.stages):
+            if stage.balance_weight > 0 and self.model.moe is None:
+                yield f"train.stages.{index}.balance_weight={stage.balance_weight} needs model.moe: no layer routes"
+        if not self.train.recompute_reuse_selection and self.model.dsa.deterministic is not True:
+            yield (
+                "train.recompute_reuse_selection=False needs model.dsa.deterministic=True: a replay that selects other "
+                "keys gives gradients of another function"
+            )
         pool_size = self.model.dsa.indexer.pool_size
         for index, stage in enumerate(self.train.stages):
             if pool_size > 1 and stage.mode in ("warmup", "sparse"):

@@ -47,6 +47,14 @@ class KeyRange:
         """The ranges of query rows `first .. stop - 1`."""
         return replace(self, start=self.start[first:stop], stop=self.stop[first:stop])
 
+    def last(self, count: int) -> "KeyRange":
+        """Each row's last `count` keys, or all where it has fewer: sliding-window attention, the row's own key counted.
+
+        Raises InputError for a count below 1.
+        """
+        _require_int("count", count, 1)
+        return replace(self, start=torch.maximum(self.start, self.stop - count))
+
     def mask(self, num_keys: int) -> Tensor:
         """[T, num_keys] bool, True where the row may read the key. For small sizes: tests and references."""
         column = torch.arange(num_keys, device=self.start.device, dtype=torch.int32)

@@ -7,7 +7,7 @@ import torch
 
 from dsattn.backends import TABLE, Call, choose, resolve_deterministic, size_class
 from dsattn.backends import explain as explain_call
-from dsattn.config import DSAConfig, GQAConfig, IndexerConfig, MLAConfig, ModelConfig, RunConfig
+from dsattn.config import DSAConfig, GQAConfig, IndexerConfig, LayerType, MLAConfig, ModelConfig, RunConfig
 from dsattn.errors import BackendUnavailable, InputError
 
 _NUM_KEYS = 8192  # where nobody says how many
@@ -55,16 +55,17 @@ def model_calls(config: ModelConfig, base: Call, modes: set[str], num_keys: int 
 
     base: device, dtype, size class and determinism. num_keys: how many keys there are, for KPool to make pools of.
     Where an operation is called with and without selection (the indexer's loss in warm-up and sparse training of GQA),
-    the one with it is shown. Dense MLA is shown as it trains, expanded; decoding with a cache runs it absorbed, as
-    `dense_mla`.
+    the one with it is shown; where `dsa` layers and others call it, that of the others. Dense MLA is shown as it
+    trains, expanded; decoding with a cache runs it absorbed, as `dense_mla`.
     """
     attention, indexer = config.attention, config.dsa.indexer
     kind = "gqa" if isinstance(attention, GQAConfig) else "mla"
     kept = replace(base, **_attention_sizes(attention), top_k=_width(indexer))
     has_dsa = "dsa" in config.types
     calls: dict[str, Call] = {}
-    if modes & {"dense", "warmup"} or "dense" in config.types:
-        calls |= _both("dense_gqa", replace(base, **_dense_sizes(attention)))
+    others = {"dense", "sliding"} & set(config.types)
+    if others or (has_dsa and modes & {"dense", "warmup"}):
+        calls |= _both("dense_gqa", replace(base, **_dense_sizes(config.attention_of("dense" if others else "dsa"))))
     if has_dsa and modes & {"sparse", "frozen"}:
         calls |= _selection(indexer, base, num_keys) | _both(f"sparse_{kind}", kept)
     if has_dsa and "warmup" in modes:
@@ -72,9 +73,33 @@ def model_calls(config: ModelConfig, base: Call, modes: set[str], num_keys: int 
     if has_dsa and "sparse" in modes and indexer.pool_size == 1:
         calls |= _loss(indexer, replace(base, top_k=indexer.top_k))
         calls |= _both("dsa_attention", kept) if kind == "mla" else {}
-    if attention.output_gate != "none":
-        gated = replace(base, heads=attention.heads, width=_gated_width(attention), deterministic=False)
-        calls |= _both("output_gate", gated)
+    return calls | _gates(config, base) | _experts_and_linear(config, base)
+
+
+def _gates(config: ModelConfig, base: Call) -> dict[str, Call]:
+    """Of the first type that has one: `dsa`, the others' attention, linear attention, whose product is fp32."""
+    found = [(one.heads, _gated_width(one), one.output_gate, base.dtype) for one in _attentions(config)]
+    if config.kda is not None:
+        found.append((config.kda.heads, config.kda.head_dim, config.kda.output_gate, "float32"))
+    for heads, width, gate, dtype in found:
+        if gate != "none":
+            return _both("output_gate", replace(base, heads=heads, width=width, dtype=dtype, deterministic=False))
+    return {}
+
+
+def _attentions(config: ModelConfig) -> list[MLAConfig | GQAConfig]:
+    kinds: tuple[LayerType, ...] = ("dsa", "dense", "sliding")
+    return [config.attention_of(kind) for kind in kinds if kind in config.types]
+
+
+def _experts_and_linear(config: ModelConfig, base: Call) -> dict[str, Call]:
+    calls, moe, kda = {}, config.moe, config.kda
+    if moe is not None:  # the router ranks fp32 scores of experts
+        router = replace(base, dtype="float32", size_class=size_class(moe.experts), deterministic=False)
+        calls["select_topk"] = replace(router, top_k=moe.experts_per_token)
+    if kda is not None:
+        sizes = {"heads": kda.heads, "width": kda.head_dim, "value_width": kda.head_dim}
+        calls["kda"] = replace(base, **sizes, deterministic=False)
     return calls
 
 
@@ -159,9 +184,11 @@ def _lines(backend: str, calls: dict[str, Call]) -> Iterator[str]:
     for operation, call in calls.items():
         problem, chosen = "", ""
         try:
-            # A gate takes no backend, and a composed operation hands a name that is not its own to its parts.
+            # Gates, routers and linear attention do not take the dsa layers' backend, and a composed operation hands a
+            # name that is not its own to its parts.
             takes = operation.startswith("dsa_attention") and all(row.name != backend for row in TABLE[operation])
-            asked = "auto" if takes or operation.startswith("output_gate") else backend
+            own = operation.startswith(("output_gate", "select_topk", "kda"))
+            asked = "auto" if takes or own else backend
             chosen = choose(operation, call, asked).name
         except BackendUnavailable as error:
             problem = str(error).removeprefix(f"{operation}: ")

@@ -7,7 +7,16 @@ import torch
 
 from dsattn import accounting
 from dsattn.accounting import Work
-from dsattn.config import DSAConfig, GQAConfig, IndexerConfig, MLAConfig, ModelConfig, MTPConfig
+from dsattn.config import (
+    DSAConfig,
+    GQAConfig,
+    IndexerConfig,
+    KDAConfig,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    MTPConfig,
+)
 from dsattn.model import Decoder
 from dsattn.training.recipes import RECIPES
 
@@ -233,3 +242,60 @@ def test_padding_and_document_edges_change_the_count():
     assert accounting.model_work(MODEL, (sum(LENGTHS),), "dense").flops > several
     assert accounting.model_work(MODEL, (*LENGTHS, 0), "dense").flops == several
     assert accounting.model_work(MODEL, (), "sparse").flops == 0
+
+
+HYBRID = dataclasses.replace(
+    MODEL,
+    dense_attention=GQA,
+    moe=MoEConfig(experts=8, experts_per_token=2, intermediate_size=8, first_dense_layers=1),
+    kda=KDAConfig(heads=2, head_dim=4),
+    sliding_window=3,
+    layer_types=("linear", "sliding", "dense", "dsa"),
+)
+
+
+@pytest.mark.parametrize(("mode", "times"), [("sparse", 3), ("warmup", 1)])
+def test_a_hybrid_stack_is_counted_layer_by_layer(mode, times):
+    """Matrices by token, experts by the tokens sent to them, attention by the pairs that each type reads."""
+    parts = {part.name: part.total.flops for part in accounting.model_parts(HYBRID, LENGTHS, mode)}
+    tokens = sum(LENGTHS)
+    swiglu = 3 * 16 * 24
+    mixture = 16 * 8 + 3 * 3 * 16 * 8  # router, two experts, one shared
+    assert parts["mlp projections"] == times * 2 * tokens * (swiglu + 3 * mixture)
+    weights = sum(
+        inputs * outputs for kind in HYBRID.types for _, inputs, outputs in accounting.attention_matrices(HYBRID, kind)
+    )
+    assert parts["attention projections"] == times * 2 * tokens * weights
+    assert parts["linear attention"] == times * 6 * tokens * 2 * 4 * 4
+    windowed, seen = sum(min(n, 3) for n in rows()), sum(rows())
+    pairs = 4 * 2 * 2 * 8  # heads, multiply-add, logits and values, width
+    width = MLA.qk_nope_head_dim + MLA.qk_rope_head_dim + MLA.v_head_dim
+    dense = pairs * (windowed + seen) * (1 if mode == "warmup" else 3.5)
+    assert parts["dense attention"] == dense + (2 * 2 * seen * width if mode == "warmup" else 0)
+    assert accounting.model_work(HYBRID, LENGTHS, mode).flops == sum(parts.values())
+
+
+def test_experts_move_every_weight_once_and_their_tokens():
+    one = dataclasses.replace(HYBRID, layer_types=("dsa",) * 4, kda=None, sliding_window=None, dense_attention=None)
+    few, many = (
+        accounting.model_parts(dataclasses.replace(one, moe=dataclasses.replace(one.moe, experts=n)), [1000], "frozen")
+        for n in (8, 16)
+    )
+    few, many = ({part.name: part.forward for part in parts}["mlp projections"] for parts in (few, many))
+    assert many.flops - few.flops == 3 * 2 * 1000 * 16 * 8  # wider routers
+    routers = 3 * 2 * (1000 * 8 + 16 * 8)
+    assert many.bytes - few.bytes == routers + 3 * 2 * 8 * 3 * 16 * 8
+
+
+def test_depths_have_the_experts_of_their_layer():
+    ahead = dataclasses.replace(HYBRID, mtp=MTPConfig(depths=2, repeated=True))
+    more = (
+        accounting.model_work(ahead, LENGTHS, "sparse").flops - accounting.model_work(HYBRID, LENGTHS, "sparse").flops
+    )
+    plain = dataclasses.replace(ahead, moe=None)
+    without = dataclasses.replace(plain, mtp=MTPConfig())
+    less = (
+        accounting.model_work(plain, LENGTHS, "sparse").flops - accounting.model_work(without, LENGTHS, "sparse").flops
+    )
+    mixture, swiglu = 16 * 8 + 3 * 3 * 16 * 8, 3 * 16 * 24
+    assert more - less == 2 * 3 * 2 * sum(LENGTHS) * (mixture - swiglu)

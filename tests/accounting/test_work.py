@@ -88,3 +88,11 @@ def test_bytes_by_hand():
     assert accounting.sparse_kv_bytes(10, 6) == 10 * (12 + 4)
     q, out, lse = 2 * 3 * 2 * 12, 2 * 3 * 2 * 8, 4 * 3 * 2
     assert accounting.attention_work(3, 10, 2, 12, 8, kv_bytes=7).bytes == q + out + lse + 7
+
+
+def test_the_delta_rule_is_three_products_a_row_and_head():
+    forward = accounting.delta_rule_work(10, 3, 4, 5)
+    assert forward.flops == 10 * 3 * (3 * 2 * 4 * 5)
+    assert forward.bytes == 10 * 3 * (2 * (4 + 4 + 5 + 5 + 1) + 4 * 4)
+    backward = accounting.delta_rule_work(10, 3, 4, 5, "backward")
+    assert backward.flops == 2 * forward.flops

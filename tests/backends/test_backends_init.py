@@ -288,8 +288,12 @@ KERNELS = {
     "select_keys": ("triton",),
     FORWARD: ("hopper", "triton"),
     BACKWARD: ("hopper", "triton"),
-    "indexer_kl.forward": ("triton",),
-    "indexer_kl.backward": ("triton",),
+    **{
+        f"{name}.{direction}": ("triton",)
+        for name in ("sparse_gqa", "dense_mla", "dense_gqa", "indexer_kl")
+        for direction in ("forward", "backward")
+    },
+    "kda": ("fla",),
 }
 
 

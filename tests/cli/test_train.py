@@ -48,7 +48,7 @@ def leaves(config: Checked, prefix: str = "") -> Iterator[tuple[str, object, str
             name = f"{prefix}{field.name}" if index is None else f"{prefix}{field.name}.{index}"
             if isinstance(one, Checked):
                 yield from leaves(one, f"{name}.")
-            else:
+            elif one is not None or "Config" not in str(field.type):  # what a recipe leaves out has no options
                 yield name, one, about[field.name]
 
 

@@ -12,7 +12,8 @@ from dsattn.config import DSAConfig, GQAConfig, IndexerConfig, MLAConfig, ModelC
 from dsattn.errors import InputError
 from dsattn.keys import Layout
 from dsattn.model import Decoder
-from dsattn.model.decoder import DecoderOutput, MTPLayer, decoder_layers
+from dsattn.model.decoder import DecoderOutput
+from dsattn.model.layer import MTPLayer, decoder_layers
 from dsattn.model.mtp import IGNORED_LABEL, look_ahead
 from dsattn.nn.rope import rotary_table, rotate
 from dsattn.nn.state import Pass

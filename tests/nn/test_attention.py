@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dsattn.config import DSAConfig, GQAConfig, IndexerConfig, MLAConfig
+from dsattn.config import DSAConfig, GQAConfig, IndexerConfig, KDAConfig, MLAConfig
 from dsattn.errors import InputError
 from dsattn.keys import Layout
-from dsattn.nn import GQASelfAttention, MLASelfAttention
+from dsattn.nn import GQASelfAttention, MLASelfAttention, gqa, linear_attention, mla
 from dsattn.nn.attention import SelfAttention
 from dsattn.nn.state import Handed, LayerCache, Pass
-from dsattn.ops import indexer_kl
+from dsattn.ops import indexer_kl, output_gate
 
 MODEL, ROWS, TOP_K = 16, 24, 5
 MODES = ("dense", "warmup", "sparse", "frozen")
@@ -396,3 +396,39 @@ def test_meta_device():
         with torch.device("meta"):
             module = attention(kind)
         assert {p.device.type for p in module.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "granularity", "cast"),
+    [
+        ("mla", "elementwise", "before"),
+        ("mla", "headwise", "before"),
+        ("gqa", "elementwise", "after"),
+        ("gqa", "headwise", "before"),
+        ("kda", "elementwise", "after"),
+        ("kda", "headwise", "after"),
+    ],
+)
+def test_each_attention_gates_with_its_own_cast(kind, granularity, cast, monkeypatch):
+    """One helper, and where each family of models rounds."""
+    asked = []
+
+    def spy(out, gate, **options):
+        asked.append({"cast": "before", **options})  # the default
+        return output_gate(out, gate, **options)
+
+    for module in (mla, gqa, linear_attention):
+        monkeypatch.setattr(module, "output_gate", spy)
+    sizes = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+    layer = {
+        "mla": lambda: MLASelfAttention(MODEL, MLAConfig(heads=2, output_gate=granularity, **sizes)),
+        "gqa": lambda: GQASelfAttention(MODEL, GQAConfig(heads=2, kv_heads=1, head_dim=4, output_gate=granularity)),
+        "kda": lambda: linear_attention.KDASelfAttention(
+            MODEL, KDAConfig(heads=2, head_dim=4, output_gate=granularity)
+        ),
+    }[kind]()
+    layer(torch.randn(5, MODEL), Layout.causal(5)).hidden.sum().backward()
+    assert asked == [{"granularity": granularity, "cast": cast}]
+    gates = [p.grad for name, p in layer.named_parameters() if "gate_proj" in name or "g_b_proj" in name]
+    assert all(grad.any() for grad in gates)
+    assert len(gates) == 1

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from dsattn.errors import InputError
 from dsattn.ops import output_gate
@@ -119,3 +120,25 @@ def test_compiles_whole() -> None:
     got = torch.autograd.grad(run(out, gate), (out, gate))
     expected = torch.autograd.grad(output_gate(out, gate).square().sum(), (out, gate))
     assert all(a.equal(b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(("granularity", "cast"), WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recompute_changes_no_bit(granularity: Any, cast: Any, dtype: torch.dtype) -> None:
+    out, gate = (x.requires_grad_() for x in operands(granularity, dtype))
+
+    def run(out: Tensor, gate: Tensor) -> Tensor:
+        return output_gate(out, gate, granularity=granularity, cast=cast)
+
+    plain, again = run(out, gate), checkpoint(run, out, gate, use_reentrant=False)
+    grad = torch.randn_like(plain)
+    learned = [torch.autograd.grad(one, (out, gate), grad) for one in (plain, again)]
+    assert all(map(torch.equal, *learned))
+
+
+@pytest.mark.parametrize(("granularity", "cast"), WAYS)
+def test_autocast_leaves_the_sigmoid_in_fp32(granularity: Any, cast: Any) -> None:
+    out, gate = operands(granularity, torch.bfloat16)
+    plain = output_gate(out, gate, granularity=granularity, cast=cast)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(output_gate(out, gate, granularity=granularity, cast=cast), plain)

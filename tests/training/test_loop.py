@@ -17,8 +17,10 @@ from dsattn.config import (
     DataConfig,
     DSAConfig,
     IndexerConfig,
+    KDAConfig,
     MLAConfig,
     ModelConfig,
+    MoEConfig,
     RunConfig,
     StageConfig,
     TrainConfig,
@@ -47,7 +49,7 @@ def text(tmp_path: Path) -> Path:
     return folder
 
 
-def _config(run_dir: Path, text: Path, **train: Any) -> RunConfig:
+def _config(run_dir: Path, text: Path, model: ModelConfig = MODEL, **train: Any) -> RunConfig:
     settings: dict[str, Any] = {
         "stages": STAGES,
         "packs_per_step": 2,
@@ -62,7 +64,7 @@ def _config(run_dir: Path, text: Path, **train: Any) -> RunConfig:
         **train,
     }
     data = DataConfig(source=str(text), pack_tokens=48, held_out=0.2)
-    return RunConfig(model=MODEL, data=data, train=TrainConfig(**settings))
+    return RunConfig(model=model, data=data, train=TrainConfig(**settings))
 
 
 def _weights(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -310,3 +312,52 @@ def test_every_stage_begins_with_its_audit(tmp_path: Path, text: Path, capsys: p
     assert [line.split(":")[0] for line in shown] == ["mode dense", "mode warmup", "mode sparse"]
     counts = [int(line.split()[2].replace(",", "")) for line in shown]
     assert counts[0] + counts[1] == counts[2]
+
+
+HYBRID = dataclasses.replace(
+    MODEL,
+    num_layers=3,
+    layer_types=("linear", "sliding", "dsa"),
+    sliding_window=8,
+    kda=KDAConfig(heads=2, head_dim=4),
+    moe=MoEConfig(experts=4, experts_per_token=2, intermediate_size=8, first_dense_layers=1),
+)
+
+
+def _biases(run_dir: Path) -> torch.Tensor:
+    return torch.stack([value for name, value in _weights(run_dir).items() if "e_score_correction_bias" in name])
+
+
+def test_routing_biases_move_once_a_step_where_the_backbone_learns(tmp_path: Path, text: Path) -> None:
+    rate = 2.0**-20  # too little to send any row elsewhere
+    stages = tuple(StageConfig(mode=mode, steps=2, router_bias_rate=rate) for mode in ("dense", "warmup", "sparse"))
+    train(_config(tmp_path / "run", text, HYBRID, stages=stages), console=False)
+    moved = _biases(tmp_path / "run") / rate
+    assert torch.equal(moved, moved.round())
+    assert moved.abs().max() == 4  # of six steps the two of the warm-up move nothing
+    records = [event for event in _records(tmp_path / "run") if event["kind"] == "train"]
+    assert all(event["expert_max_violation"] >= 0 for event in records)
+    assert all(event["balance_loss"] is None for event in records)
+    fixed = tuple(dataclasses.replace(stage, router_bias_rate=0.0) for stage in stages)
+    train(_config(tmp_path / "still", text, HYBRID, stages=fixed), console=False)
+    assert not _biases(tmp_path / "still").any()
+
+
+def test_a_hybrid_run_that_is_stopped_and_resumed_is_the_same_run(tmp_path: Path, text: Path) -> None:
+    stages = (StageConfig(mode="sparse", steps=4, balance_weight=0.01),)
+    whole, cut = (_config(tmp_path / name, text, HYBRID, stages=stages) for name in ("whole", "cut"))
+    train(whole, console=False)
+    trainer = Trainer(cut, console=False)
+    step = trainer._step
+
+    def stop_after_three(*given: Any) -> Any:
+        trainer.stop_asked = trainer.progress.step == 2
+        return step(*given)
+
+    trainer._step = stop_after_three
+    trainer.run()
+    train(cut, console=False)
+    assert _records(tmp_path / "cut") == _records(tmp_path / "whole")
+    assert all(event["balance_loss"] > 0 for event in _records(tmp_path / "whole") if event["kind"] == "train")
+    other = _weights(tmp_path / "cut")
+    assert all(torch.equal(value, other[name]) for name, value in _weights(tmp_path / "whole").items())

@@ -36,6 +36,21 @@ def test_small_has_about_a_third_of_a_billion_parameters() -> None:
     assert 0.28e9 < _parameters(small().model) < 0.36e9
 
 
+@pytest.mark.parametrize(("name", "billions"), [("deepseek_v32", 671), ("glm_5_2", 744)])
+def test_published_totals(name: str, billions: int) -> None:
+    """DeepSeek-V3's report and GLM-5's card; without multi-token prediction, as both count."""
+    assert _parameters(RECIPES[name]().model) == pytest.approx(billions * 1e9, rel=0.005)
+
+
+@pytest.mark.parametrize(("name", "groups"), [("deepseek_v32", (8, 4)), ("glm_5_2", (1, 1))])
+def test_published_experts(name: str, groups: tuple[int, int]) -> None:
+    moe = RECIPES[name]().model.moe
+    assert moe is not None
+    assert (moe.experts, moe.experts_per_token, moe.shared_experts, moe.intermediate_size) == (256, 8, 1, 2048)
+    assert (moe.groups, moe.groups_per_token) == groups
+    assert (moe.first_dense_layers, moe.routed_scaling, moe.normalise) == (3, 2.5, True)
+
+
 @pytest.mark.parametrize(
     ("name", "heads", "nope", "value", "q_rank", "index_heads", "interleaved", "selecting"),
     [

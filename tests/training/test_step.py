@@ -1,11 +1,22 @@
 """Gradients of a global batch do not depend on how it is cut into micro-batches, nor on padding."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
-from dsattn.config import DSAConfig, IndexerConfig, MLAConfig, ModelConfig, MTPConfig, StageConfig, TrainConfig
+from dsattn.config import (
+    DSAConfig,
+    IndexerConfig,
+    KDAConfig,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    MTPConfig,
+    StageConfig,
+    TrainConfig,
+)
 from dsattn.keys import Layout
 from dsattn.model.decoder import Decoder
 from dsattn.training import step as step_module
@@ -37,13 +48,13 @@ def _pack(lengths: list[int], total: int, seed: int) -> Pack:
 
 
 def _gradients(
-    mode: str, per_micro_batch: int, total: int = 40, depths: int = 0, mtp_weight: float = 0.4
+    mode: str, per_micro_batch: int, total: int = 40, depths: int = 0, mtp_weight: float = 0.4, **options: Any
 ) -> tuple[Losses, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = Decoder(dataclasses.replace(MODEL, mtp=MTPConfig(depths=depths))).train()
     set_mode(model, mode)  # pyright: ignore[reportArgumentType]
     packs = [_pack(lengths, total, seed) for seed, lengths in enumerate(LENGTHS)]
-    train = TrainConfig(packs_per_step=8, packs_per_micro_batch=per_micro_batch)
+    train = TrainConfig(packs_per_step=8, packs_per_micro_batch=per_micro_batch, **options)
     stage = StageConfig(mode=mode, kl_weight=0.7, mtp_weight=mtp_weight)  # pyright: ignore[reportArgumentType]
     losses = accumulate_gradients(model, packs, stage, train)
     return losses, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -78,11 +89,25 @@ def test_padding_changes_nothing(mode: str, depths: int) -> None:
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("mode", ["warmup", "sparse"])
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_recompute_changes_no_bit(mode: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, expected = _gradients(mode, 2, depths=2)
+    passes: list[Any] = []
+    run = step_module.Pass
+    monkeypatch.setattr(step_module, "Pass", lambda **rest: passes.append(rest["recompute"]) or run(**rest))
+    again, got = _gradients(mode, 2, depths=2, recompute=policy)
+    assert again == losses
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in got.items())
+    assert [one.policy for one in passes] == [policy] * 4
+
+
 def test_a_divisor_of_each_micro_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the mean of the micro-batches' means is another number, and other gradients."""
     _, expected = _gradients("sparse", 8)
     run = step_module.Pass
-    monkeypatch.setattr(step_module, "Pass", lambda mode, kl_divisor: run(mode=mode, kl_divisor=None))
+    monkeypatch.setattr(step_module, "Pass", lambda kl_divisor, **rest: run(kl_divisor=None, **rest))
     _, got = _gradients("sparse", 2)
     differs = [n for n in got if "indexer" in n and not torch.allclose(got[n], expected[n], rtol=1e-3, atol=1e-6)]
     assert differs
@@ -146,3 +171,67 @@ def test_bfloat16_runs_and_stays_close() -> None:
     rough = accumulate_gradients(model, packs, StageConfig(), half)
     assert rough.lm == pytest.approx(exact.lm, rel=2e-2)
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+HYBRID = dataclasses.replace(
+    MODEL,
+    num_layers=3,
+    layer_types=("linear", "sliding", "dsa"),
+    sliding_window=5,
+    kda=KDAConfig(heads=2, head_dim=4),
+    moe=MoEConfig(experts=8, experts_per_token=2, intermediate_size=8, first_dense_layers=1),
+    mtp=MTPConfig(depths=2, repeated=True),
+)
+
+
+def _expert_gradients(per_micro_batch: int, total: int = 40, **stage: Any) -> tuple[Losses, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = Decoder(HYBRID).double().train()
+    set_mode(model, stage.get("mode", "sparse"))
+    packs = [_pack(lengths, total, seed) for seed, lengths in enumerate(LENGTHS)]
+    train = TrainConfig(packs_per_step=8, packs_per_micro_batch=per_micro_batch)
+    losses = accumulate_gradients(model, packs, StageConfig(**{"balance_weight": 0.3, **stage}), train)
+    return losses, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("per_micro_batch", "total"), [(2, 40), (1, 40), (8, 57)])
+def test_experts_see_the_global_batch(per_micro_batch: int, total: int) -> None:
+    """Loads, the balance loss and its gradient change neither with the micro-batch split nor with padding."""
+    whole, expected = _expert_gradients(8)
+    losses, got = _expert_gradients(per_micro_batch, total)
+    rows = sum(map(sum, LENGTHS))
+    assert {layer: int(load.sum()) for layer, load in whole.loads.items()} == {1: 2 * rows, 2: 2 * rows, 3: 4 * rows}
+    assert all(torch.equal(load, whole.loads[layer]) for layer, load in losses.loads.items())
+    assert losses.max_violation == whole.max_violation
+    assert losses.balance == pytest.approx(whole.balance, rel=1e-6)
+    assert got.keys() == expected.keys()
+    assert any(gradient.any() for name, gradient in got.items() if "mlp.gate.weight" in name)
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-7, atol=1e-9, msg=name)
+
+
+def test_the_balance_weight_weighs_the_gradient_of_routers() -> None:
+    first, second, third = (_expert_gradients(8, balance_weight=weight)[1] for weight in (0.1, 0.2, 0.4))
+    moved = {name for name in first if not torch.allclose(first[name], second[name], rtol=1e-9, atol=1e-12)}
+    assert "model.layers.2.mlp.gate.weight" in moved
+    assert not any("lm_head" in name or "indexer" in name for name in moved)
+    for name in moved:
+        doubled = 2 * (second[name] - first[name])
+        torch.testing.assert_close(third[name] - second[name], doubled, rtol=1e-5, atol=1e-9)
+
+
+def test_no_balance_loss_unless_asked_for() -> None:
+    losses, _ = _expert_gradients(8, balance_weight=0.0)
+    assert losses.balance is None
+    assert losses.max_violation is not None
+    assert losses.max_violation > 0
+    warm, gradients = _expert_gradients(8, mode="warmup")
+    assert warm.balance is None  # the backbone is fixed
+    assert set(gradients) == {name for name in gradients if "indexer" in name}
+    assert _gradients("sparse", 8)[0].max_violation is None
+
+
+def test_max_violation_is_the_excess_of_the_busiest_expert() -> None:
+    loads = {1: torch.tensor([4, 4, 4]), 2: torch.tensor([9, 0, 0])}
+    assert Losses(0.0, {}, 1, loads=loads).max_violation == pytest.approx((0 + 2) / 2)
+    assert Losses(0.0, {}, 1, loads={1: torch.zeros(3, dtype=torch.int64)}).max_violation == -1

@@ -1,16 +1,29 @@
-"""How many parameters a model has and how much work a training step of it does, by layer and by part.
+"""How much work a training step of a model does, by layer and by part.
 
 Structure decides: a layer that shares a selection runs no indexer, KPool scores pools and keeps whole ones, a depth of
-multi-token prediction is one more layer, one more product of head and embedding, and one more pass of the head.
+multi-token prediction is one more layer, one more product of head and embedding, and one more pass of the head. A token
+goes through the experts that it is sent to, not through all.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
 
+from dsattn.accounting.weights import (
+    Layer,
+    Matrix,
+    Role,
+    attention_matrices,
+    decoder_layers,
+    depths,
+    expert_matrices,
+    indexer_matrices,
+    kda_of,
+    mlp_matrices,
+)
 from dsattn.accounting.work import (
     Part,
     Work,
     attention_work,
+    delta_rule_work,
     dense_kv_bytes,
     indexer_kl_work,
     kept_pairs,
@@ -21,113 +34,11 @@ from dsattn.accounting.work import (
     visible_pairs,
     visible_pools,
 )
-from dsattn.config import GQAConfig, MLAConfig, Mode, ModelConfig
-
-Role = Literal["selects", "shares", "dense"]
-
-
-class Matrix(NamedTuple):
-    """One weight: `part` of the model that it belongs to, input and output width."""
-
-    part: str
-    inputs: int
-    outputs: int
-
-
-class Layer(NamedTuple):
-    """What a layer does. own_keys, own_selection: False where a depth of MTP takes them from the first depth."""
-
-    role: Role
-    own_keys: bool = True
-    own_selection: bool = True
-
-    def teaches(self, config: ModelConfig) -> bool:
-        """Whether an indexer learns from its attention: its own, or with a multi-layer teacher that of its source."""
-        shares = self.role == "shares" and self.own_selection
-        return self.role == "selects" or (shares and config.dsa.multi_layer_teacher)
-
-
-def attention_matrices(config: ModelConfig) -> list[Matrix]:
-    """Weights of one attention layer without its indexer. In absorbed MLA kv_b works on queries and outputs."""
-    hidden, attention = config.hidden_size, config.attention
-    value_width = attention.head_dim if isinstance(attention, GQAConfig) else attention.v_head_dim
-    gate = {"none": 0, "headwise": 1, "elementwise": value_width}[attention.output_gate]
-    gates = [Matrix("attention", hidden, attention.heads * gate)] if gate else []
-    if isinstance(attention, GQAConfig):
-        queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-        shapes = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
-        return [Matrix("attention", *shape) for shape in shapes] + gates
-    queries = attention.heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
-    rank = attention.q_lora_rank
-    shapes = [(hidden, queries)] if rank is None else [(hidden, rank), (rank, queries)]
-    shapes += [
-        (hidden, attention.latent_width),
-        (attention.kv_lora_rank, attention.heads * (attention.qk_nope_head_dim + attention.v_head_dim)),
-        (attention.heads * attention.v_head_dim, hidden),
-    ]
-    return [Matrix("attention", *shape) for shape in shapes] + gates
-
-
-def indexer_matrices(config: ModelConfig) -> list[Matrix]:
-    """Weights of one indexer: queries, key, head weights, and with KPool the keys' gates."""
-    indexer, hidden = config.dsa.indexer, config.hidden_size
-    latent = config.attention.q_lora_rank if isinstance(config.attention, MLAConfig) else None
-    source = latent if indexer.query_from == "q_latent" and latent is not None else hidden
-    shapes = [(source, indexer.heads * indexer.head_dim), (hidden, indexer.head_dim), (hidden, indexer.heads)]
-    shapes += [(hidden, indexer.head_dim)] if indexer.pool_size > 1 else []
-    return [Matrix("indexer", *shape) for shape in shapes]
-
-
-def mlp_matrices(config: ModelConfig) -> list[Matrix]:
-    """Weights of one SwiGLU."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return [Matrix("mlp", hidden, inner), Matrix("mlp", hidden, inner), Matrix("mlp", inner, hidden)]
-
-
-def layer_roles(config: ModelConfig) -> list[Role]:
-    """What each decoder layer does: `selects` owns an indexer, `shares` reuses a selection, `dense` reads every key."""
-    return _roles(config)[: config.num_layers]
-
-
-def depths(config: ModelConfig) -> list[Layer]:
-    """One entry a depth of multi-token prediction."""
-    mtp, roles = config.mtp, _roles(config)
-    found = []
-    for depth in range(mtp.depths):
-        role, later = roles[config.num_layers + (0 if mtp.repeated else depth)], depth > 0
-        follows = later and mtp.shares("sparse_attention_index")
-        role = "shares" if follows and role == "selects" else role
-        found.append(Layer(role, not (later and mtp.shares("latent_kv")), not follows))
-    return found
-
-
-def parameter_counts(config: ModelConfig) -> dict[str, int]:
-    """Parameters by part of the model: embedding, attention, indexer, mlp, mtp, norms (biases and sinks too), head.
-
-    Layers of multi-token prediction count with the others; `mtp` is what joins them to the hidden states before them.
-    """
-    roles, hidden, attention = _roles(config), config.hidden_size, config.attention
-    vectors = 2 * hidden + (attention.heads if attention.sink else 0)
-    if isinstance(attention, GQAConfig):
-        vectors += 2 * attention.head_dim if attention.qk_norm else 0
-    else:
-        vectors += attention.kv_lora_rank + (attention.q_lora_rank or 0)
-    indexer, ahead = config.dsa.indexer, config.mtp.num_layers
-    places = indexer.pool_size * indexer.head_dim if indexer.pool_size > 1 else 0  # KPool's position embedding
-    indexers, layers = roles.count("selects"), len(roles)
-    return {
-        "embedding": config.vocab_size * hidden,
-        "attention": layers * _size(attention_matrices(config)),
-        "indexer": indexers * (_size(indexer_matrices(config)) + places),
-        "mlp": layers * _size(mlp_matrices(config)),
-        "mtp": ahead * 2 * hidden * hidden,
-        "norms": layers * vectors + (1 + 3 * ahead) * hidden + indexers * 2 * indexer.head_dim,
-        "head": 0 if config.tie_embeddings else config.vocab_size * hidden,
-    }
+from dsattn.config import GQAConfig, LayerType, MLAConfig, Mode, ModelConfig
 
 
 def layer_parts(config: ModelConfig, role: Role, lengths: Sequence[int], mode: Mode) -> list[Part]:
-    """One layer over a pack of documents of `lengths` tokens each; padding rows are no work."""
+    """One `dsa` or `dense` layer with an MLP, over a pack of documents of `lengths` tokens; padding is no work."""
     return _layer_parts(config, Layer(role), lengths, mode)
 
 
@@ -143,7 +54,7 @@ def model_parts(config: ModelConfig, lengths: Sequence[int], mode: Mode) -> list
     """
     hidden, learns = config.hidden_size, mode != "warmup"
     head = [Matrix("head", hidden, config.vocab_size)]
-    parts = [part for role in layer_roles(config) for part in layer_parts(config, role, lengths, mode)]
+    parts = [part for layer in decoder_layers(config) for part in _layer_parts(config, layer, lengths, mode)]
     for depth in depths(config):
         parts += _layer_parts(config, depth, lengths, mode)
         parts += _linear_parts([Matrix("mtp", 2 * hidden, hidden), *head], sum(lengths), learns=learns)
@@ -155,22 +66,16 @@ def model_work(config: ModelConfig, lengths: Sequence[int], mode: Mode) -> Work:
     return sum((part.total for part in model_parts(config, lengths, mode)), Work())
 
 
-def _roles(config: ModelConfig) -> list[Role]:
-    """One entry a layer that owns parameters: the decoder's, then those of multi-token prediction."""
-    return [
-        "dense" if source is None else "selects" if source == index else "shares"
-        for index, source in enumerate(config.selection_sources)
-    ]
-
-
 def _layer_parts(config: ModelConfig, layer: Layer, lengths: Sequence[int], mode: Mode) -> list[Part]:
     role, backbone = layer.role, mode != "warmup"
     sparse = role != "dense" and mode in ("sparse", "frozen")
-    matrices = attention_matrices(config) + mlp_matrices(config)
+    matrices = attention_matrices(config, layer.kind) + mlp_matrices(config, experts=layer.experts)
     if not layer.own_keys:
         matrices = _without_keys(config, matrices, sparse=sparse)
     parts = _linear_parts(matrices, sum(lengths), learns=backbone)
-    parts.append(_attention_part(config, lengths, sparse=sparse, learns=backbone))
+    if layer.experts:
+        parts = _by_name([*parts, _experts_part(config, sum(lengths), learns=backbone)])
+    parts.append(_attention_part(config, layer.kind, lengths, sparse=sparse, learns=backbone))
     if mode == "dense":
         return parts
     if role == "selects":
@@ -194,9 +99,28 @@ def _without_keys(config: ModelConfig, matrices: list[Matrix], *, sparse: bool) 
     return left
 
 
-def _attention_part(config: ModelConfig, lengths: Sequence[int], *, sparse: bool, learns: bool) -> Part:
-    heads, width, value_width, kv_width = _attention_sizes(config.attention, sparse=sparse)
+def _experts_part(config: ModelConfig, rows: int, *, learns: bool) -> Part:
+    """Routed experts: each token through its own, every expert's weights read once."""
+    assert config.moe is not None, "only a layer with experts has them"
+    sent, forward = rows * config.moe.experts_per_token, Work()
+    for _, inputs, outputs in expert_matrices(config):
+        one = linear_work(sent, inputs, outputs)
+        forward += Work(one.flops, one.bytes + 2 * (config.moe.experts - 1) * inputs * outputs)
+    return Part("mlp projections", forward, forward + forward if learns else Work())
+
+
+def _attention_part(
+    config: ModelConfig, kind: LayerType, lengths: Sequence[int], *, sparse: bool, learns: bool
+) -> Part:
+    if kind == "linear":
+        kda, rows = kda_of(config), sum(lengths)
+        sizes = (rows, kda.heads, kda.head_dim, kda.head_dim)
+        backward = delta_rule_work(*sizes, "backward") if learns else Work()
+        return Part("linear attention", delta_rule_work(*sizes), backward)
+    heads, width, value_width, kv_width = _attention_sizes(config.attention_of(kind), sparse=sparse)
     pairs = _kept(config, lengths) if sparse else visible_pairs(lengths)
+    if kind == "sliding":
+        pairs = kept_pairs(lengths, config.sliding_window or 1)
     kv_bytes = sparse_kv_bytes(pairs, kv_width) if sparse else dense_kv_bytes(sum(lengths), kv_width)
     sizes = (sum(lengths), pairs, heads, width, value_width)
     forward = attention_work(*sizes, kv_bytes=kv_bytes)
@@ -258,7 +182,3 @@ def _attention_sizes(attention: MLAConfig | GQAConfig, *, sparse: bool) -> tuple
         return attention.heads, attention.latent_width, attention.kv_lora_rank, attention.latent_width
     width, value_width = attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
     return attention.heads, width, value_width, attention.heads * (width + value_width)
-
-
-def _size(matrices: Iterable[Matrix]) -> int:
-    return sum(matrix.inputs * matrix.outputs for matrix in matrices)

@@ -144,6 +144,19 @@ def attention_work(
     return Work(2 * pairs * heads * (3 * width + 2 * value_width), 2 * own + 2 * kv_bytes)
 
 
+def delta_rule_work(
+    rows: int, heads: int, width: int, value_width: int, direction: Direction = "forward", itemsize: int = 2
+) -> Work:
+    """Linear attention by the delta rule, row by row: what the state holds of the key, the write, the read, 6 H d V.
+
+    Backward: each of the three products has two gradients. Chunked kernels do more inside a chunk, which is not work of
+    the function. Bytes: q, k, v, out and beta, and log decays in fp32; states never leave the chip.
+    """
+    times = 1 if direction == "forward" else 2
+    moved = rows * heads * (itemsize * (2 * width + 2 * value_width + 1) + 4 * width)
+    return Work(times * 6 * rows * heads * width * value_width, times * moved)
+
+
 def dense_kv_bytes(num_keys: int, kv_width: int, itemsize: int = 2) -> int:
     """Every key once. kv_width: G (d + d) for GQA, H (d + v) for expanded MLA, C for absorbed MLA."""
     return itemsize * num_keys * kv_width

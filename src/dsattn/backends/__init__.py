@@ -95,6 +95,10 @@ def _always(_: Call) -> list[str]:
     return []
 
 
+def _fla(call: Call) -> list[str]:
+    return importlib.import_module("dsattn.backends.fla").requirements(call)
+
+
 def _kernels(folder: str, file: str) -> Row:
     """Our kernels in `backends/FOLDER/`: nothing is imported before a call is on a GPU and Triton is there."""
 
@@ -130,6 +134,7 @@ OPERATIONS = (
     "dsa_attention.backward",
     "output_gate.forward",
     "output_gate.backward",
+    "kda",
 )
 
 TABLE: dict[str, tuple[Row, ...]] = {
@@ -138,8 +143,15 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "select_keys": (_kernels("triton", "select"), REFERENCE),
     "sparse_mla.forward": (_kernels("hopper", "sparse_mla"), _kernels("triton", "sparse_mla"), REFERENCE),
     "sparse_mla.backward": (_kernels("hopper", "sparse_mla"), _kernels("triton", "sparse_mla"), REFERENCE),
+    "sparse_gqa.forward": (_kernels("triton", "sparse_gqa"), REFERENCE),
+    "sparse_gqa.backward": (_kernels("triton", "sparse_gqa"), REFERENCE),
+    "dense_mla.forward": (_kernels("triton", "dense"), REFERENCE),
+    "dense_mla.backward": (_kernels("triton", "dense"), REFERENCE),
+    "dense_gqa.forward": (_kernels("triton", "dense"), REFERENCE),
+    "dense_gqa.backward": (_kernels("triton", "dense"), REFERENCE),
     "indexer_kl.forward": (_kernels("triton", "indexer_kl"), REFERENCE),
     "indexer_kl.backward": (_kernels("triton", "indexer_kl"), REFERENCE),
+    "kda": (Row("fla", "fla", _fla), REFERENCE),
     "dsa_attention.forward": (COMPOSED,),
     "dsa_attention.backward": (COMPOSED,),
 }

@@ -20,9 +20,11 @@ EXTRAS = {
     "report": ("matplotlib", "tensorboard"),
     "data": ("pyarrow",),
     "hf": ("transformers", "tokenizers"),
+    "kda": ("fla-core",),
     "gpu": ("triton",),
 }
 """Extra -> the packages that it brings."""
+_IMPORTED_AS = {"fla-core": "fla"}
 _GIB = 2**30
 
 
@@ -84,7 +86,7 @@ def optional_packages() -> list[tuple[str, str, str]]:
 
 def _version(package: str) -> str | None:
     """None where `package` cannot be imported. Nothing is imported to find out."""
-    if importlib.util.find_spec(package) is None:
+    if importlib.util.find_spec(_IMPORTED_AS.get(package, package)) is None:
         return None
     try:
         return importlib.metadata.version(package)

@@ -1,28 +1,31 @@
-"""A decoder-only language model with DeepSeek Sparse Attention: pre-norm residual layers of attention and SwiGLU.
+"""A decoder-only language model with DeepSeek Sparse Attention: embedding, the layers of `layer.py`, norm and head.
 
 State-dict names are those of the Hugging Face models: model.layers.0.self_attn.q_a_proj.weight, lm_head.weight, ...
 Letters: T rows, M model width.
 """
 
-import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dsattn.config import GQAConfig, ModelConfig
+from dsattn.config import ModelConfig
 from dsattn.errors import InputError
 from dsattn.keys import Layout
+from dsattn.model.layer import LayerOutput, decoder_layers
+from dsattn.model.moe import MoE, Routing
 from dsattn.model.mtp import IGNORED_LABEL, predict_ahead, shifted
 from dsattn.model.sharing import Sharing
-from dsattn.nn import GQASelfAttention, LightningIndexer, MLASelfAttention
-from dsattn.nn.attention import Role, SelfAttention, without_padding
+from dsattn.nn import LightningIndexer
+from dsattn.nn.attention import SelfAttention, without_padding
+from dsattn.nn.linear_attention import KDASelfAttention
 from dsattn.nn.norm import RMSNorm
-from dsattn.nn.state import SPARSE, AttentionOutput, LayerCache, Pass
+from dsattn.nn.state import SPARSE, LayerCache, Pass
 from dsattn.selection import Selection
 
 
@@ -32,7 +35,7 @@ class DecoderOutput:
 
     selections: by index of the layer that selected. kl: fp32 scalar by layer index, sum over real rows / divisor each.
     caches: one a layer, where caches were given. ahead: [T, M] of each depth of multi-token prediction, where they ran;
-    depth k has index num_layers + k - 1 in `selections` and `kl`.
+    depth k has index num_layers + k - 1 in `selections` and `kl`. routing: by index of the layer that owns the experts.
     """
 
     hidden: Tensor
@@ -40,98 +43,18 @@ class DecoderOutput:
     kl: dict[int, Tensor]
     caches: tuple[LayerCache, ...] | None
     ahead: tuple[Tensor, ...] = ()
+    routing: dict[int, Routing] = field(default_factory=dict)
 
     @property
     def kl_sum(self) -> Tensor | None:
         """The indexers' loss, summed over layers; None where no layer computed one."""
         return torch.stack(tuple(self.kl.values())).sum() if self.kl else None
 
-
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class DecoderLayer(nn.Module):
-    """Attention and MLP, each on normed input and added to the residual stream."""
-
-    def __init__(self, config: ModelConfig, role: Role, layer_index: int):
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = _attention(config, role, layer_index)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
-
-    def forward(
-        self,
-        hidden: Tensor,
-        layout: Layout,
-        run: Pass = SPARSE,
-        *,
-        selection: Selection | None = None,
-        cache: LayerCache | None = None,
-    ) -> AttentionOutput:
-        """hidden [T, M] -> the attention's output with the new residual stream as `hidden`."""
-        attended = self.self_attn(self.input_layernorm(hidden), layout, run, selection=selection, cache=cache)
-        hidden = hidden + attended.hidden
-        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return dataclasses.replace(attended, hidden=hidden)
-
-
-def _attention(config: ModelConfig, role: Role, layer_index: int) -> SelfAttention:
-    attention, dsa = config.attention, config.dsa
-    if isinstance(attention, GQAConfig):
-        return GQASelfAttention(config.hidden_size, attention, dsa, role=role, layer_index=layer_index)
-    return MLASelfAttention(config.hidden_size, attention, dsa, role=role, layer_index=layer_index)
-
-
-class MTPLayer(DecoderLayer):
-    """A depth of multi-token prediction; see `model/mtp.py`.
-
-    Parameter names are those of DeepSeek-V3's and GLM's checkpoints: enorm, hnorm, eh_proj, shared_head.norm.
-    """
-
-    def __init__(self, config: ModelConfig, role: Role, layer_index: int):
-        super().__init__(config, role, layer_index)
-        self.enorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.hnorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.norm_eps)})
-
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        hidden: Tensor,
-        embedded: Tensor,
-        layout: Layout,
-        run: Pass = SPARSE,
-        *,
-        selection: Selection | None = None,
-    ) -> AttentionOutput:
-        """hidden [T, M] of the depth before, embedded [T, M] of the tokens ahead -> this depth's, normed."""
-        joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
-        out = super().forward(joined, layout, run, selection=selection)
-        return dataclasses.replace(out, hidden=self.shared_head["norm"](out.hidden))
-
-
-def decoder_layers(config: ModelConfig) -> list[DecoderLayer]:
-    """The decoder's layers, then those of multi-token prediction: which is which follows from `config` alone.
-
-    A pipeline stage keeps its own of them, so a stage of nothing but MTP has the layers that the whole model has.
-    """
-    return [
-        (DecoderLayer if index < config.num_layers else MTPLayer)(
-            config, "dense" if source is None else "selects" if source == index else "shares", index
-        )
-        for index, source in enumerate(config.selection_sources)
-    ]
+    @property
+    def balance_sum(self) -> Tensor | None:
+        """The sequence-wise balance loss of the experts, summed over layers; None where no layer computed one."""
+        parts = [routing.balance for routing in self.routing.values() if routing.balance is not None]
+        return torch.stack(parts).sum() if parts else None
 
 
 class Backbone(nn.Module):
@@ -157,20 +80,24 @@ class Backbone(nn.Module):
         hidden = without_padding(self.embed_tokens(tokens.masked_fill(~layout.real_rows, 0)), layout)
         sharing = Sharing(config.selection_sources, teach=config.dsa.multi_layer_teacher and caches is None)
         grown: list[LayerCache] = []
+        routing: dict[int, Routing] = {}
         layers = list(self.layers)
         for index, layer in enumerate(layers[: config.num_layers]):
             cache = None if caches is None else caches[index]
             selection, own = sharing.before(index, run)
-            out: AttentionOutput = layer(hidden, layout, own, selection=selection, cache=cache)
+            out: LayerOutput = layer(hidden, layout, own, selection=selection, cache=cache)
             hidden = out.hidden
             sharing.after(index, out)
+            if out.routing is not None:
+                routing[index] = out.routing
             if out.cache is not None:
                 grown.append(out.cache)
         hidden, ahead = self.norm(hidden), ()
         if tokens_ahead is not None:
             embedded = map(self._embed_ahead, tokens_ahead)
-            ahead = predict_ahead(layers[config.num_layers :], config, hidden, embedded, layout, run, sharing)
-        return DecoderOutput(hidden, sharing.selections, sharing.kl, None if caches is None else tuple(grown), ahead)
+            ahead = predict_ahead(layers[config.num_layers :], config, hidden, embedded, layout, run, sharing, routing)
+        held = None if caches is None else tuple(grown)
+        return DecoderOutput(hidden, sharing.selections, sharing.kl, held, ahead, routing)
 
     def _embed_ahead(self, tokens: Tensor) -> Tensor:
         nobody = tokens == IGNORED_LABEL
@@ -273,7 +200,7 @@ class Decoder(nn.Module):
         """Fresh weights, the backbone's first: a seed gives the same backbone whatever MTP and the indexers' geometry.
 
         Normal with `init_std`, divided by sqrt(2 num_layers) where a projection adds to the residual stream; norms are
-        identities, sinks zero.
+        identities, sinks and routing biases zero; for linear attention see `KDASelfAttention.reset_parameters`.
         """
         std = self.config.init_std
         residual = std / math.sqrt(2 * self.config.num_layers)
@@ -286,6 +213,10 @@ class Decoder(nn.Module):
                 nn.init.normal_(module.weight, std=residual if adds else std, generator=generator)
             elif isinstance(module, RMSNorm):
                 module.reset_parameters()
+            elif isinstance(module, MoE):
+                module.reset_parameters(std, residual, generator)
+            elif isinstance(module, KDASelfAttention):
+                module.reset_parameters(std, generator)
             elif isinstance(module, SelfAttention) and module.sinks is not None:
                 nn.init.zeros_(module.sinks)
         self.reset_indexers(generator)
@@ -294,6 +225,15 @@ class Decoder(nn.Module):
         """Fresh weights for every indexer, nothing else."""
         for indexer in self.indexers():
             indexer.reset_parameters(self.config.init_std, generator)
+
+    def move_routing_biases(self, loads: Mapping[int, Tensor], rate: float) -> None:
+        """Once after each optimiser step: every router's bias moves by `rate` towards equal loads.
+
+        loads: [E] by layer index, summed over the whole global batch: over micro-batches and data-parallel ranks.
+        """
+        for index, load in loads.items():
+            moe = cast(MoE, self.model.layers[index].mlp)
+            moe.move_bias(load, rate)
 
     def indexers(self) -> list[LightningIndexer]:
         """Every layer's indexer, in order; layers that share or are dense have none."""

@@ -20,8 +20,10 @@ from torch import Tensor
 from dsattn.config import ModelConfig
 from dsattn.errors import InputError
 from dsattn.keys import Layout
+from dsattn.model.layer import LayerOutput
+from dsattn.model.moe import Routing
 from dsattn.model.sharing import Sharing
-from dsattn.nn.state import AttentionOutput, Handed, Pass
+from dsattn.nn.state import Handed, Pass
 from dsattn.selection import Selection
 
 IGNORED_LABEL = -100
@@ -29,12 +31,12 @@ IGNORED_LABEL = -100
 
 
 class Depth(Protocol):
-    """One layer of multi-token prediction: `model.decoder.MTPLayer`."""
+    """One layer of multi-token prediction: `model.layer.MTPLayer`."""
 
     def __call__(
         self, hidden: Tensor, embedded: Tensor, layout: Layout, run: Pass, *, selection: Selection | None
-    ) -> AttentionOutput:
-        """hidden, embedded [T, M] -> the attention's output with the depth's normed hidden states as `hidden`."""
+    ) -> LayerOutput:
+        """hidden, embedded [T, M] -> the layer's output with the depth's normed hidden states as `hidden`."""
         ...
 
 
@@ -76,18 +78,20 @@ def predict_ahead(
     layout: Layout,
     run: Pass,
     sharing: Sharing,
+    routing: dict[int, Routing],
 ) -> tuple[Tensor, ...]:
     """Hidden states [T, M] of each depth.
 
     layers: one a depth, or the one that is repeated. hidden: the decoder's, normed. embedded: each depth's [T, M].
-    sharing: what the decoder's layers handed on; gets the depths' selections and losses.
+    sharing: what the decoder's layers handed on; gets the depths' selections and losses. routing: by layer, gets
+    theirs, summed over depths where one layer is repeated.
     With `shared_components` the first depth is the source: later ones attend to its keys, by its selection, or both.
     Its keys stay attached to autograd, so every depth's gradient reaches the weights that made them. Where they share
     the selection, later depths run no indexer, add no loss, and are not probed: the first is charged for all.
     """
     mtp = config.mtp
     outputs: list[Tensor] = []
-    first: AttentionOutput | None = None
+    first: LayerOutput | None = None
     for depth, ahead in enumerate(embedded):
         at = config.num_layers + (0 if mtp.repeated else depth)
         selection, own = sharing.before(at, run)
@@ -100,6 +104,8 @@ def predict_ahead(
         out = layers[at - config.num_layers](hidden, ahead, layout, own, selection=selection)
         if not follows:
             sharing.after(at, out, key=config.num_layers + depth)
+        if out.routing is not None:
+            routing[at] = routing[at] + out.routing if at in routing else out.routing
         first = first or out
         hidden = out.hidden
         outputs.append(hidden)

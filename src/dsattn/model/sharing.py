@@ -127,7 +127,7 @@ class Sharing:
         own = source == layer
         if own and out.selection is not None:
             self.selections[key] = out.selection
-        if own and self._teach and out.index is not None:
+        if own and self._teach and out.kl is not None and out.index is not None:
             self._indexers[layer] = out.index
         if out.kl is not None:
             self._kl.setdefault(key if own or source is None else source, []).append(out.kl)

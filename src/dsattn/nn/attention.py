@@ -89,7 +89,7 @@ class SelfAttention(nn.Module):
         dense, chooses, learns = self._plan(run, selection)
         observed = run.mode != "dense" and (run.probe is not None or cache is not None)
         index = None
-        if self.indexer is not None and (chooses or learns or observed):
+        if self.indexer is not None and (learns or observed or (chooses and not run.holds("selection"))):
             hidden, q_latent = index_inputs
             with contextlib.nullcontext() if learns else torch.no_grad():
                 from_hidden = self.dsa.indexer.query_from == "hidden"
@@ -100,15 +100,15 @@ class SelfAttention(nn.Module):
             index = index._replace(k=cache.index_keys) if index else None
         self._check_keys(entries[0], layout)
 
-        if index is not None and chooses:
-            selection = self._select(index, layout)
+        if chooses:
+            selection = run.value("selection", self._select, index, layout)
         kl = None
         taught = index if self.indexer is not None else handed.index
         if selection is None:
             assert dense, "the plan promised a selection"
             out, lse = self._dense(q, entries, layout)
             if taught is not None and learns:
-                kl = self._kl(taught, q, entries, lse, None, layout, run)
+                kl = run.graph("loss", self._kl, taught, q, entries, lse, None, layout, run)
         elif taught is not None and learns:
             out, lse, kl = self._sparse_and_kl(taught, q, entries, selection, layout, run)
         else:
@@ -156,8 +156,9 @@ class SelfAttention(nn.Module):
                 "with a cache, use Layout.continuation(cache.num_rows, tokens)"
             )
 
-    def _select(self, index: IndexerOutput, layout: Layout) -> Selection:
+    def _select(self, index: IndexerOutput | None, layout: Layout) -> Selection:
         dsa = self.dsa
+        assert index is not None, "only a replay has none, and it does not select"
         if self.indexer is not None and dsa.indexer.pool_size > 1:
             options = {"precision": dsa.precision, "block_bytes": dsa.block_bytes, "backend": dsa.backend}
             return self.indexer.select_pools(index, layout, **options)
@@ -215,7 +216,7 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(out, lse, kl) over the selected keys; a layer with an op for both at once overrides this."""
         out, lse = self._sparse(q, entries, selection)
-        return out, lse, self._kl(index, q, entries, lse, selection, layout, run)
+        return out, lse, run.graph("loss", self._kl, index, q, entries, lse, selection, layout, run)
 
     def _options(self, dtype: torch.dtype) -> dict[str, Any]:
         """The keyword arguments that every attention op takes."""

@@ -60,21 +60,22 @@ class GQASelfAttention(SelfAttention):
     ) -> AttentionOutput:
         """Attend and project; arguments and errors as for MLASelfAttention."""
         hidden = without_padding(hidden, layout)
-        q, k, v = self.heads(hidden, layout.positions)
+        q, k, v = self.heads(hidden, layout.positions, run)
         attended = self.attend(q, (k, v), (hidden, None), layout, run, selection, cache)
         out = attended.hidden
         granularity = self.config.output_gate
         if self.gate_proj is not None and granularity != "none":
             cast = "after" if granularity == "elementwise" else "before"  # as models with gated GQA were trained
-            out = output_gate(out, self.gate_proj(hidden), granularity=granularity, cast=cast)
+            gate = run.graph("gate", self.gate_proj, hidden)
+            out = output_gate(out, gate, granularity=granularity, cast=cast)
         return dataclasses.replace(attended, hidden=self.o_proj(out.flatten(1)))
 
-    def heads(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, hidden: Tensor, positions: Tensor, run: Pass = SPARSE) -> tuple[Tensor, Tensor, Tensor]:
         """(q [T, H, d], k [T, G, d], v [T, G, d]), normed where `qk_norm` asks for it, then rotated."""
         config = self.config
-        q = self.q_proj(hidden).unflatten(-1, (config.heads, config.head_dim))
-        k = self.k_proj(hidden).unflatten(-1, (config.kv_heads, config.head_dim))
-        v = self.v_proj(hidden).unflatten(-1, (config.kv_heads, config.head_dim))
+        q = run.graph("queries", self.q_proj, hidden).unflatten(-1, (config.heads, config.head_dim))
+        k = run.graph("keys", self.k_proj, hidden).unflatten(-1, (config.kv_heads, config.head_dim))
+        v = run.graph("values", self.v_proj, hidden).unflatten(-1, (config.kv_heads, config.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         table = rotary_table(positions, config.rope, config.rotated, dtype=hidden.dtype)

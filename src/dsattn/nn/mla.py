@@ -82,36 +82,37 @@ class MLASelfAttention(SelfAttention):
         hidden = without_padding(hidden, layout)
         table = rotary_table(layout.positions, self.config.rope, self.config.qk_rope_head_dim, dtype=hidden.dtype)
         w_uk, w_uv = self.up_projections()
-        q_latent, q_nope, q_rope = self.queries(hidden, table)
+        q_latent, q_nope, q_rope = self.queries(hidden, table, run)
         expand = cache is None and self.reads_every_key(run)
         q = torch.cat((q_nope if expand else torch.einsum("thn,hnc->thc", q_nope, w_uk), q_rope), -1)
         entries = None if run.handed is None else run.handed.entries
         if entries is None:
-            latent, k_rope = self.latents(hidden, table)
+            latent, k_rope = self.latents(hidden, table, run)
             entries = self.expanded(latent, k_rope) if expand else (torch.cat((latent, k_rope), -1),)
         attended = self.attend(q, entries, (hidden, q_latent), layout, run, selection, cache)
         out = attended.hidden
         if len(entries) == 1:
             out = torch.einsum("thc,hvc->thv", out, w_uv)
         if self.gate_proj is not None and self.config.output_gate != "none":
-            out = output_gate(out, self.gate_proj(hidden), granularity=self.config.output_gate)
+            gate = run.graph("gate", self.gate_proj, hidden)
+            out = output_gate(out, gate, granularity=self.config.output_gate)
         return dataclasses.replace(attended, hidden=self.o_proj(out.flatten(1)))
 
-    def queries(self, hidden: Tensor, table: RotaryTable) -> tuple[Tensor | None, Tensor, Tensor]:
+    def queries(self, hidden: Tensor, table: RotaryTable, run: Pass = SPARSE) -> tuple[Tensor | None, Tensor, Tensor]:
         """(normalised query latent [T, q_lora_rank] or None, plain channels [T, H, nope], rotated ones [T, H, R])."""
         config = self.config
         if config.q_lora_rank is None:
-            q_latent, q = None, self.q_proj(hidden)
+            q_latent, q = None, run.graph("queries", self.q_proj, hidden)
         else:
-            q_latent = self.q_a_layernorm(self.q_a_proj(hidden))
+            q_latent = self.q_a_layernorm(run.graph("queries", self.q_a_proj, hidden))
             q = self.q_b_proj(q_latent)
         q = q.unflatten(-1, (config.heads, config.qk_nope_head_dim + config.qk_rope_head_dim))
         q_nope, q_rope = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
         return q_latent, q_nope, rotate(q_rope, table, interleaved=config.rope_interleaved)
 
-    def latents(self, hidden: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
+    def latents(self, hidden: Tensor, table: RotaryTable, run: Pass = SPARSE) -> tuple[Tensor, Tensor]:
         """(latent [T, V], rotated channels [T, R]): what keys and values of all heads are read from, and is cached."""
-        latent, k_rope = self.kv_a_proj_with_mqa(hidden).split(
+        latent, k_rope = run.graph("keys", self.kv_a_proj_with_mqa, hidden).split(
             [self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1
         )
         return self.kv_a_layernorm(latent), rotate(k_rope, table, interleaved=self.config.rope_interleaved)
@@ -149,6 +150,8 @@ class MLASelfAttention(SelfAttention):
         layout: Layout,
         run: Pass,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if run.kept is not None:  # the loss is kept and attention runs again: two operations, with the same results
+            return super()._sparse_and_kl(index, q, entries, selection, layout, run)
         (kv,), (q_i, k_i, w) = entries, index
         return dsa_attention(
             q,

@@ -156,12 +156,15 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        if learns(stage.mode)[0] and stage.router_bias_rate > 0:
+            self.model.move_routing_biases(losses.loads, stage.router_bias_rate)
         lengths = [length for pack in packs for length in pack.layout.lengths]
         return losses, {"grad_norm": grad_norm, "flops": model_work(self.config.model, lengths, stage.mode).flops}
 
     def _check_finite(self, losses: Losses, grad_norm: float) -> None:
         values = {"the language-model loss": losses.lm, "the gradient's norm": grad_norm}
         values |= {f"the loss of MTP depth {depth}": value for depth, value in enumerate(losses.mtp, 1)}
+        values |= {} if losses.balance is None else {"the experts' balance loss": losses.balance}
         values |= {f"the KL of layer {layer}": value for layer, value in losses.kl.items()}
         wrong = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
         if wrong:
@@ -178,6 +181,7 @@ class Trainer:
             head = {"kind": "train", "step": step, "stage": index, "mode": stage.mode}
             loss = {"lm_loss": losses.lm, "mtp_losses": list(losses.mtp) or None}
             loss |= {"kl": losses.kl_mean, "kl_layers": losses.kl or None}
+            loss |= {"balance_loss": losses.balance, "expert_max_violation": losses.max_violation}
             self.metrics.write({**head, **loss, **facts, "seconds": self.progress.seconds})
 
     def _evaluate(self, index: int, stage: StageConfig, done: bool) -> None:

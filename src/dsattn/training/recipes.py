@@ -8,6 +8,7 @@ from dsattn.config import (
     IndexerConfig,
     MLAConfig,
     ModelConfig,
+    MoEConfig,
     RopeConfig,
     RunConfig,
     StageConfig,
@@ -70,7 +71,7 @@ def small() -> RunConfig:
 
 
 def deepseek_v32() -> RunConfig:
-    """Attention geometry of DeepSeek-V3.2 (arXiv 2512.02556), its layers made dense MLPs: a shape, not the model."""
+    """The shape of DeepSeek-V3.2 (arXiv 2512.02556): 671 B parameters, 256 experts; data and weights are yours."""
     rope = RopeConfig(scaling="yarn", factor=40.0, mscale=1.0, mscale_all_dim=1.0)
     attention = MLAConfig(heads=128, q_lora_rank=1536, rope=rope)
     indexer = IndexerConfig(heads=64, head_dim=128, top_k=2048, rope_dim=64, rope_interleaved=False)
@@ -81,12 +82,13 @@ def deepseek_v32() -> RunConfig:
         intermediate_size=18432,
         attention=attention,
         dsa=DSAConfig(indexer=indexer),
+        moe=MoEConfig(groups=8, groups_per_token=4),
     )
     return _published(model, "runs/deepseek_v32", warmup_lr=1e-3, sparse_lr=7.3e-6)
 
 
 def glm_5_2() -> RunConfig:
-    """Attention geometry of GLM-5.2 (arXiv 2602.15763), its layers made dense MLPs: a shape, not the model."""
+    """The shape of GLM-5.2 (arXiv 2602.15763): 744 B parameters, 256 experts; data and weights are yours."""
     attention = MLAConfig(
         heads=64,
         q_lora_rank=2048,
@@ -102,6 +104,7 @@ def glm_5_2() -> RunConfig:
         intermediate_size=12288,
         attention=attention,
         dsa=DSAConfig(indexer=indexer, share_every=4, share_offset=3),
+        moe=MoEConfig(),
         norm_eps=1e-5,
     )
     return _published(model, "runs/glm_5_2", warmup_lr=5e-3, sparse_lr=1e-5)
