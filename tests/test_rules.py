@@ -28,7 +28,7 @@ ARROWS = {
     "ops": CORE | {"backends", "ops"},
     "testing": CORE | {"ops"},
     "nn": CORE | {"ops", "nn"},
-    "integrations": CORE | {"ops", "nn", "integrations"},
+    "integrations": MODEL | {"training", "integrations"},
     "model": MODEL,
     "parallel": MODEL | {"parallel"},
     "accounting": MODEL,

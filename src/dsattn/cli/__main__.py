@@ -22,6 +22,7 @@ COMMANDS = {
     "compare": "lay runs over each other: losses, speeds, differences",
     "doctor": "versions, devices, optional packages, and which backend serves each operation",
     "bench": "check and time every operation, beside installed peers if asked to",
+    "convert": "Hugging Face checkpoint to a run to train from, and back",
     "flops": "count a recipe's parameters and FLOPs",
 }
 

@@ -1,0 +1,1 @@
+"""Adapters to other libraries: their models, configurations and checkpoints."""

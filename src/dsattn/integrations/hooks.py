@@ -1,0 +1,140 @@
+"""Hooks on a patched model: a call's layout goes down as an argument, the indexers' loss comes up with the outputs.
+
+A body makes masks and runs the layers; a head has a body below it and computes a language model's loss.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsattn.errors import InputError
+from dsattn.integrations.attention import MICROBATCH
+from dsattn.integrations.families import Family
+from dsattn.integrations.microbatch import Microbatch, Report, Settings, layout_of
+
+REPORT = "dsattn_report"
+
+
+def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _uses_cache(module: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether this call makes or uses a key/value cache; unless asked for, a call that trains has none."""
+    given = kwargs.get("cache") is not None or kwargs.get("past_key_values") is not None
+    training = module.training and torch.is_grad_enabled()
+    if kwargs.get("use_cache") is None and not given and (training or kwargs.get("labels") is not None):
+        kwargs["use_cache"] = False
+    wanted = kwargs.get("use_cache")
+    used = given or bool(module.config.use_cache if wanted is None else wanted)
+    if used and training:
+        raise InputError(
+            "a key/value cache in training would run attention that teaches no indexer; pass use_cache=False"
+        )
+    return used
+
+
+def before_head(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    kwargs = _named(module, args, kwargs)
+    if not _uses_cache(module, kwargs):
+        kwargs = {**kwargs, "use_cache": False, REPORT: Report(owned=True)}
+    return (), kwargs
+
+
+def before_body(
+    settings: Settings, family: Family, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]]:
+    kwargs = _named(module, args, kwargs)
+    report = kwargs.pop(REPORT, None)
+    if _uses_cache(module, kwargs):
+        return (), kwargs
+    if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
+        raise InputError("output_attentions=True asks for weights that sparse attention never makes; leave it out")
+    inputs = kwargs.get("input_ids")
+    inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
+    if inputs is None:
+        raise InputError("input_ids and inputs_embeds are both None; pass one")
+    learns = settings.mode != "frozen" and module.training and torch.is_grad_enabled()
+    if learns and not any(p.requires_grad for name, p in module.named_parameters() if ".indexer." in name):
+        raise InputError(
+            f"mode={settings.mode!r} trains the indexers, but none of their parameters asks for a gradient (PEFT fixes "
+            "what it wraps): patch after get_peft_model, or patch with mode='frozen'"
+        )
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, dict):
+        mask = mask["indexed_attention"]
+    if isinstance(mask, Tensor) and mask.dim() == 4 and "sliding_attention" in family.mask_keys:
+        raise InputError("a 4D attention_mask does not say what sliding layers see; pass position_ids or cu_seq_lens_q")
+    layout = layout_of(inputs.shape[0], inputs.shape[1], mask, kwargs.get("position_ids"), _cu_seq_lens(kwargs))
+    kwargs["attention_mask"] = dict.fromkeys(family.mask_keys)
+    kwargs["use_cache"] = False
+    replays = learns and any(getattr(layer, "gradient_checkpointing", False) for layer in module.layers)
+    kwargs[MICROBATCH] = Microbatch(
+        settings, layout.to(inputs.device), learns, report or Report(owned=False), {} if replays else None
+    )
+    return (), kwargs
+
+
+def _cu_seq_lens(kwargs: dict[str, Any]) -> Tensor | None:
+    q, k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if q is not None and k is not None and not torch.equal(q, k):
+        raise InputError("cu_seq_lens_q and cu_seq_lens_k differ; packed self-attention has one set of documents")
+    return k if q is None else q
+
+
+def after_body(
+    settings: Settings, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+) -> None:
+    """Without a loss head above, the indexers' loss stays with the body's outputs, attached."""
+    microbatch = kwargs.get(MICROBATCH)
+    if microbatch is None or microbatch.report.owned or not microbatch.report.losses:
+        return
+    if isinstance(outputs, tuple):
+        raise InputError("return_dict=False leaves no place for the indexers' loss; leave it out")
+    outputs["indexer_loss"] = settings.indexer_loss_coeff * _total(microbatch.report)
+
+
+def after_head(settings: Settings, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any):
+    report = kwargs.get(REPORT)
+    if report is None:
+        return None
+    if not report.losses:
+        if settings.mode != "frozen" and module.training and torch.is_grad_enabled():
+            raise InputError(f"{type(module).__name__} reached no layer with an indexer; is part of it replaced?")
+        return None
+    indexer_loss = settings.indexer_loss_coeff * _total(report) * _share(kwargs)
+    labelled = kwargs.get("labels") is not None
+    if isinstance(outputs, tuple):
+        if not labelled:
+            raise InputError("return_dict=False without labels leaves no place for the indexers' loss; leave it out")
+        return (_combined(settings, outputs[0], indexer_loss), *outputs[1:])
+    if labelled:
+        outputs["lm_loss"] = outputs.loss.detach()
+        outputs["loss"] = _combined(settings, outputs.loss, indexer_loss)
+        outputs["indexer_loss"] = indexer_loss.detach()
+    else:
+        outputs["indexer_loss"] = indexer_loss
+    return outputs
+
+
+def _combined(settings: Settings, lm_loss: Tensor, indexer_loss: Tensor) -> Tensor:
+    indexer_loss = indexer_loss.to(lm_loss.device)
+    return indexer_loss if settings.mode == "warmup" else lm_loss + indexer_loss
+
+
+def _total(report: Report) -> Tensor:
+    losses = list(report.losses.values())
+    return torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
+
+
+def _share(kwargs: dict[str, Any]) -> Tensor | float:
+    """This call's part of the labels of the whole batch, where the caller divides by the whole batch's."""
+    items, labels = kwargs.get("num_items_in_batch"), kwargs.get("labels")
+    if items is None or labels is None:
+        return 1.0
+    shifted = kwargs.get("shift_labels")
+    mine = (labels[..., 1:] if shifted is None else shifted) != -100
+    return mine.sum() / (items.to(mine.device) if isinstance(items, Tensor) else items)

@@ -1,0 +1,139 @@
+"""What one forward of a patched model knows: its layout, its settings, and what its layers report."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsattn.errors import InputError
+from dsattn.keys import KeyRange, Layout
+
+Mode = Literal["sparse", "warmup", "frozen"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `patch` was asked for."""
+
+    mode: Mode
+    backend: str
+    indexer_loss_coeff: float
+    deterministic: bool | None
+
+
+@dataclass
+class Report:
+    """The indexers' losses of one forward, in nats a real row, by layer: from the layers to who adds them up.
+
+    owned: a loss head waits for them.
+    """
+
+    owned: bool
+    losses: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Microbatch:
+    """One forward. Every layer gets it as an argument; nothing else outlives the call.
+
+    learns: the indexers' losses are wanted. selections: by layer, kept for replays under gradient checkpointing; None
+    where nothing is replayed.
+    """
+
+    settings: Settings
+    layout: Layout
+    learns: bool
+    report: Report
+    selections: dict[int, Tensor] | None
+
+
+def layout_of(
+    batch: int,
+    tokens: int,
+    mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens: Tensor | None = None,
+) -> Layout:
+    """The layout of a batch [B, S] folded to [B * S] rows, on the CPU. Reads its arguments: one device sync each.
+
+    mask: [B, S], 1 for real tokens, padding left, right or both; or [B, 1, S, S], boolean or additive, whose rows each
+        show one run of keys. position_ids: [B or 1, S]; a document starts where they restart at 0.
+    cu_seq_lens: [documents + 1], the documents of one row, and padding behind them.
+    Raises InputError for what a KeyRange cannot say.
+    """
+    if mask is not None and mask.dim() == 4:
+        return _from_square_mask(batch, tokens, mask)
+    real = np.ones((batch, tokens), bool)
+    if mask is not None:
+        if tuple(mask.shape) != (batch, tokens):
+            raise InputError(f"attention_mask must be [{batch}, {tokens}] or 4D, got {list(mask.shape)}")
+        real = Layout.from_attention_mask(mask.cpu()).real_rows.view(batch, tokens).numpy()
+    if cu_seq_lens is not None:
+        if not real.all():
+            raise InputError("cu_seq_lens and an attention_mask with padding both say where documents are; give one")
+        return _from_cu_seq_lens(batch, tokens, cu_seq_lens)
+    if position_ids is None:
+        return Layout.causal(tokens, batch=batch) if mask is None else Layout.from_attention_mask(mask.cpu())
+    if position_ids.dim() not in (1, 2) or position_ids.shape[-1] != tokens:
+        raise InputError(f"position_ids must be [{batch}, {tokens}], got {list(position_ids.shape)}")
+    return _from_positions(real, np.broadcast_to(position_ids.detach().cpu().numpy(), real.shape))
+
+
+def _from_positions(real: np.ndarray, positions: np.ndarray) -> Layout:
+    lengths: list[int] = []
+    padded: list[int] = []
+    for row, (kept, position) in enumerate(zip(real, positions, strict=True)):
+        columns = np.flatnonzero(kept)
+        first, stop = (int(columns[0]), int(columns[-1]) + 1) if columns.size else (kept.size, kept.size)
+        starts = first + 1 + np.flatnonzero(np.diff(position[first:stop]) != 1)
+        if (wrong := starts[position[starts] != 0]).size:
+            raise InputError(
+                f"position_ids[{row}] jump to {position[wrong[0]]} at column {wrong[0]}; a document must start at 0"
+            )
+        edges = [first, *starts.tolist(), stop] if columns.size else []
+        documents = np.diff(edges).astype(int).tolist()
+        lengths += [0, *documents, 0]  # padding is the room of an empty document
+        padded += [first, *documents, kept.size - stop]
+    return Layout.packed(lengths, padded=padded)
+
+
+def _from_cu_seq_lens(batch: int, tokens: int, cu_seq_lens: Tensor) -> Layout:
+    if batch != 1:
+        raise InputError(f"cu_seq_lens describe one packed row, but the batch has {batch}; fold it into one")
+    edges = cu_seq_lens.detach().cpu().reshape(-1).tolist()
+    lengths = np.diff(edges).tolist()
+    if not edges or edges[0] != 0 or edges[-1] > tokens or any(n < 0 for n in lengths):
+        raise InputError(f"cu_seq_lens={_short(edges)} must start at 0, never fall, and end at most at {tokens}")
+    return Layout.packed(lengths, total=tokens)
+
+
+def _from_square_mask(batch: int, tokens: int, mask: Tensor) -> Layout:
+    if mask.shape[0] not in (1, batch) or tuple(mask.shape[1:]) != (1, tokens, tokens):
+        raise InputError(
+            f"attention_mask must be [{batch}, {tokens}] or [{batch}, 1, {tokens}, {tokens}], got {list(mask.shape)}"
+        )
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    if mask.is_floating_point() and not (seen | (mask <= torch.finfo(mask.dtype).min / 2)).all():
+        raise InputError("attention_mask adds values other than 0 and minus infinity; a KeyRange cannot say a bias")
+    if not mask.is_floating_point() and mask.dtype != torch.bool:
+        raise InputError(f"attention_mask of 4 dimensions must be boolean or additive, got {mask.dtype}")
+    seen = seen[:, 0].expand(batch, -1, -1).cpu()
+    count, start = seen.sum(-1), seen.int().argmax(-1)
+    stop = tokens - seen.flip(-1).int().argmax(-1)
+    if (holes := ((count > 0) & (stop - start != count)).nonzero()).numel():
+        sample, row = holes[0].tolist()
+        raise InputError(
+            f"attention_mask[{sample}, 0, {row}] has a hole between visible keys; a KeyRange cannot say it"
+        )
+    first = torch.arange(batch)[:, None] * tokens
+    empty = count == 0
+    start, stop = (torch.where(empty, 0, x + first).flatten().int() for x in (start, stop))
+    keys, real = KeyRange(start, stop, every_row_has_a_key=not bool(empty.any())), ~empty.flatten()
+    return replace(Layout.causal(tokens, batch=batch), keys=keys, real_rows=real, num_real_rows=int(real.sum()))
+
+
+def _short(values: Sequence[int]) -> str:
+    return str(list(values)) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"

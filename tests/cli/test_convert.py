@@ -1,0 +1,75 @@
+"""`dsattn convert` on a run of the tiny recipe, and on what it makes of it."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from dsattn.cli.__main__ import main
+
+pytest.importorskip("transformers")
+
+
+def test_run_to_hugging_face_and_back(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf, again, sums = tmp_path / "hf", tmp_path / "again", tmp_path / "sums.json"
+    assert main(["convert", str(run_dir), str(hf), "--sha256", str(sums)]) == 0
+    assert f"tensors of {run_dir} (dsattn) are in {hf} (hf)" in capsys.readouterr().out
+    assert json.loads((hf / "config.json").read_text())["model_type"] == "deepseek_v32"
+    assert main(["convert", str(hf), str(again)]) == 0
+    assert main(["convert", str(again), str(tmp_path / "hf2"), "--sha256", str(tmp_path / "sums2.json")]) == 0
+    assert sums.read_text() == (tmp_path / "sums2.json").read_text()
+    one, two = ((folder / "model.safetensors").read_bytes() for folder in (hf, tmp_path / "hf2"))
+    assert hashlib.sha256(one).digest() == hashlib.sha256(two).digest()
+
+
+def test_a_run_trains_on_from_a_converted_checkpoint(run_dir: Path, text: Path, tmp_path: Path) -> None:
+    hf, start, config = tmp_path / "hf", tmp_path / "start", tmp_path / "run"
+    assert main(["convert", str(run_dir), str(hf)]) == 0
+    assert main(["convert", str(hf), str(start)]) == 0
+    words = """--model.num-layers 2 --model.hidden-size 32 --model.intermediate-size 48 --model.attention.heads 2
+        --model.dsa.indexer.top-k 16 --data.pack-tokens 64 --train.eval-packs 2 --train.device cpu"""
+    steps = [word for stage in range(3) for word in (f"--train.stages.{stage}.steps", "1")]
+    source = ["--data.source", str(text), "--data.held-out", "0.3", "--train.run-dir", str(config)]
+    arguments = ["train", "tiny", *words.split(), *steps, *source, "--train.init-from", str(start)]
+    assert main([*arguments, "--train.fresh-indexer"]) == 1  # its indexers were trained
+    assert main(arguments) == 0
+
+
+def test_dense_model_gets_indexers_of_the_size_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
+    options = ["--index-heads", "3", "--index-head-dim", "16", "--index-top-k", "5", "--seed", "4"]
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "run"), *options]) == 0
+    assert "fresh indexers: 10 tensors (seed 4)" in capsys.readouterr().out
+
+    from dsattn.integrations.sources import open_checkpoint
+
+    opened = open_checkpoint(tmp_path / "run")
+    indexer = opened.config.dsa.indexer
+    assert (indexer.heads, indexer.head_dim, indexer.top_k, indexer.rope_dim) == (3, 16, 5, 16)
+    assert opened.indexer_steps == 0
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "back")]) == 1
+    assert "no family of transformers" in capsys.readouterr().err
+    assert (
+        main(["convert", str(tmp_path / "hf"), str(tmp_path / "b"), "--to", "hf", "--dense", "--dtype", "bfloat16"])
+        == 0
+    )
+    assert "rounded: " in capsys.readouterr().out
+
+
+def test_errors_have_their_codes(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(tmp_path / "absent"), str(tmp_path / "x")]) == 1
+    assert "is no checkpoint" in capsys.readouterr().err
+    assert main(["convert", str(run_dir), str(tmp_path / "x"), "--shard-gb", "0"]) == 2
+    assert "--shard-gb=0.0 must be above 0" in capsys.readouterr().err
+    assert main(["convert", str(run_dir), str(run_dir)]) == 1
+    assert "nothing is overwritten" in capsys.readouterr().err
+    assert main(["convert", str(run_dir), str(tmp_path / "x"), "--index-heads", "3"]) == 1
+    assert "would throw them away" in capsys.readouterr().err
