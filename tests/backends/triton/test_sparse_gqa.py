@@ -311,3 +311,4 @@ def test_tiles_fit(heads: int, width: int, shared: int) -> None:
         tiles = make(heads, 2 * width, torch.bfloat16, shared)
         assert tiles.heads >= min(heads, 16)
         assert (tiles.heads + tiles.num_stages * tiles.keys) * 2 * width * 2 <= shared
+        assert tiles.num_stages >= 2, "one stage is compiled to addresses outside of shared memory"

@@ -34,7 +34,7 @@ SCRATCH_BYTES = 2**30
 # Heads a program at most, fewer where they are wide. A larger group takes several programs a row.
 MOST_HEADS = 64
 # (keys a step, channels of one product at most, stages), best first; the first that fits in shared memory is taken.
-# Never one stage: triton 3.6 then compiles the backward's gather to addresses outside of shared memory.
+# Never one stage on tensor cores: triton 3.6 then compiles the backward's gather to addresses outside of shared memory.
 FORWARD_TILES = ((64, 256, 3), (64, 256, 2), (32, 256, 2), (16, 64, 2))
 BACKWARD_TILES = ((64, 128, 2), (32, 64, 2), (16, 64, 2))
 
