@@ -326,7 +326,8 @@ def test_a_graph_replays_other_data(device: str, kind: str) -> None:
     [
         ({}, []),
         ({"dtype": "float32", "deterministic": True}, []),
-        ({"device": "cpu"}, ["a GPU"]),
+        ({"device": "cpu"}, ["a CUDA GPU of compute capability 8.0 or above"]),
+        ({"capability": 75}, ["a CUDA GPU of compute capability 8.0 or above"]),
         ({"dtype": "float64"}, ["bfloat16, float16 or float32 operands"]),
         ({"width": 2048}, ["key and value widths of at most 1024"]),
         ({"value_width": 2048}, ["key and value widths of at most 1024"]),

@@ -287,7 +287,8 @@ def test_deterministic_repeats(device: str) -> None:
     [
         ({}, []),
         ({"dtype": "float32", "deterministic": True}, []),
-        ({"device": "cpu"}, ["a GPU"]),
+        ({"device": "cpu"}, ["a CUDA GPU of compute capability 8.0 or above"]),
+        ({"capability": 75}, ["a CUDA GPU of compute capability 8.0 or above"]),
         ({"dtype": "float64"}, ["bfloat16, float16 or float32 operands"]),
         ({"width": 1024}, ["key and value widths of at most 512"]),
         ({"value_width": 1024}, ["key and value widths of at most 512"]),

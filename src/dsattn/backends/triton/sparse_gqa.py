@@ -52,8 +52,8 @@ class Tiles(NamedTuple):
 def requirements(call: Call) -> list[str]:
     """What `call` lacks to be served here, forward or backward."""
     unmet = []
-    if call.device != "cuda":
-        unmet.append("a GPU")
+    if call.device != "cuda" or call.capability < 80:
+        unmet.append("a CUDA GPU of compute capability 8.0 or above")
     if call.dtype not in ("bfloat16", "float16", "float32"):
         unmet.append("bfloat16, float16 or float32 operands")
     if max(call.width, call.value_width) > 512:
