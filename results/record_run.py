@@ -51,6 +51,7 @@ def record(run: Path, commit: str, dirty: bool) -> dict[str, Any]:
                 "ms": {"median": statistics.median(ms), "min": min(ms), "max": max(ms)},
                 "tokens_per_second": statistics.median(event["tokens_per_second"] for event in logged[1:]),
                 "tflops": statistics.median(event["tflops"] for event in logged[1:]),
+                "mfu": middle([event.get("mfu") for event in logged[1:]]),
                 "lm_loss": [logged[0]["lm_loss"], logged[-1]["lm_loss"]],
                 "kl": [logged[0]["kl"], logged[-1]["kl"]],
                 "held_out_loss": summary["stages"][index]["held_out_loss"],
@@ -85,6 +86,12 @@ def record(run: Path, commit: str, dirty: bool) -> dict[str, Any]:
         "dirty": dirty,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def middle(values: list[float | None]) -> float | None:
+    """Their median; None where one is missing: the device's peak is not known, or the run is an old one."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known and len(known) == len(values) else None
 
 
 def chosen(config: RunConfig) -> dict[str, Choice]:
