@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dsattn import __version__
-from dsattn.backends import Choice, choose
+from dsattn.backends import TABLE, Choice, choose
 from dsattn.config import RunConfig
 from dsattn.plan import run_calls
 from dsattn.training.metrics import Health, read_metrics
@@ -95,8 +95,12 @@ def middle(values: list[float | None]) -> float | None:
 
 
 def chosen(config: RunConfig) -> dict[str, Choice]:
-    """Who serves each operation of the run on this machine."""
-    return {name: choose(name, call, config.model.dsa.backend) for name, call in run_calls(config).items()}
+    """Who serves each operation of the run on this machine. A backend that an operation lacks is for its parts."""
+    named = config.model.dsa.backend
+    return {
+        name: choose(name, call, named if any(row.name == named for row in TABLE[name]) else "auto")
+        for name, call in run_calls(config).items()
+    }
 
 
 def recall(health: dict[str, Any] | None) -> dict[str, float | None] | None:

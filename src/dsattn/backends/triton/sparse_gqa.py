@@ -27,6 +27,7 @@ from dsattn.backends.triton.chunks import (
 )
 from dsattn.backends.triton.launch import launch
 from dsattn.backends.triton.lines import meet
+from dsattn.backends.triton.sparse_mla import ATOMIC_KEYS
 from dsattn.backends.triton.sparse_mla import _invert as invert
 
 # Scratch of the deterministic backward: rows are taken in runs whose contributions to dk and dv fit.
@@ -333,8 +334,8 @@ def sparse_gqa_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv): probabilities come back from lse, dk and dv are summed in fp32.
 
-    By atomics, in any order; or, `deterministic`, run of rows after run of rows: each writes what its slots contribute
-    in the operands' dtype, and these are summed by key in the order of the slots.
+    Up to ATOMIC_KEYS keys by atomics, in any order. Beyond, or `deterministic`, run of rows after run of rows: each
+    writes what its slots contribute in the operands' dtype, and these are summed by key in the order of the slots.
     """
     rows, heads, width = q.shape
     num_keys, groups, value_dim, slots = k.shape[0], k.shape[1], v.shape[2], index.shape[1]
@@ -352,7 +353,7 @@ def sparse_gqa_backward(
     before = (*before, out.to(q.dtype).contiguous(), lse.contiguous(), dq)
     constants = _geometry(heads, groups, width, value_dim, slots, tiles)
     with torch.cuda.device_of(q):
-        if not deterministic:
+        if not deterministic and num_keys <= ATOMIC_KEYS:
             launch(_backward_kernel, (rows * groups * blocks,), *before, dk, dv, scale, 0, ATOMIC=True, **constants)
             return dq, dk.to(dtypes[0]), dv.to(dtypes[1])
         row_bytes = blocks * slots * groups * (width + value_dim) * q.element_size()
