@@ -5,14 +5,16 @@ Head bits are the low bits of a tile's columns, so every row is summed by the sa
 sums (the compiler might fuse differently from place to place): a score's bits come from its row and key alone.
 
 Top-k. One program a row, no atomics. Scores become int32 of the same order. Rows of up to CAPACITY keys are held in
-registers and their cut-off is found by bisection. Longer rows are sampled first; a pass over the row keeps, in key
-order, all that reach a pivot which about (K + CAPACITY) / 2 scores are expected to reach, and counts. Between K and
-CAPACITY of them: they are what a short row would be. Otherwise the counts narrow the interval and the pass is repeated:
-the pivot is luck, the result is not. Where a pivot's ties alone cross K, it is the cut-off. A last pass, over the
-candidates or the row, writes what is above the cut-off and the first of what equals it.
+registers and their cut-off is found by cutting its interval in four, again and again. Longer rows are sampled first; a
+pass over the row keeps, in key order, all that reach a pivot which about (K + CAPACITY) / 2 scores are expected to
+reach, and counts. Between K and CAPACITY of them: they are what a short row would be. Otherwise the counts narrow the
+interval and the pass is repeated: the pivot is luck, the result is not. Where a pivot's ties alone cross K, it is the
+cut-off. A last pass, over the candidates or the row, writes what is above the cut-off and the first of what equals it.
 
 Letters: R rows and H padded heads of a tile, N its keys, D padded width, K kept keys.
 """
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -83,20 +85,36 @@ def select_keys(
     """
     if torch.float64 in (q.dtype, k.dtype, w.dtype):
         raise BackendUnavailable("select_keys: fp64 operands need backend='reference'; cast q, k and w alike")
+    if q.dtype != k.dtype:
+        q, k = q.to(torch.promote_types(q.dtype, k.dtype)), k.to(torch.promote_types(q.dtype, k.dtype))
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    return select_blocks(_score, q, k, w, start, stop, top_k, relu, return_scores, block_bytes)
+
+
+def select_blocks(
+    score_rows: Callable[..., None],
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    top_k: int,
+    relu: bool,
+    return_scores: bool,
+    block_bytes: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`select_keys`, where `score_rows` fills a block of scores as `_score` does."""
     rows, keys, device = q.shape[0], k.shape[0], q.device
     index = torch.empty(rows, top_k, dtype=torch.int32, device=device)
     length = torch.empty(rows, dtype=torch.int32, device=device)
     score = torch.empty(rows, top_k if return_scores else 0, dtype=torch.float32, device=device)
-    if q.dtype != k.dtype:
-        q, k = q.to(torch.promote_types(q.dtype, k.dtype)), k.to(torch.promote_types(q.dtype, k.dtype))
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     step = _rows_of_block(rows, keys, top_k, block_bytes, device)
     buffer = torch.empty(step, _padded(keys), dtype=torch.float32, device=device)
     for first in range(0, rows, step):
         part = slice(first, min(first + step, rows))
         ranges = start[part], stop[part]
         scores = buffer[: part.stop - first]
-        _score(q, k, w, start, stop, relu, scores, first)
+        score_rows(q, k, w, start, stop, relu, scores, first)
         _rank(scores, keys, *ranges, index[part], length[part], score[part])
     return index, length, score
 
@@ -124,10 +142,10 @@ def _needs_candidates(keys: int, top_k: int) -> bool:
 
 def _programs(device: torch.device) -> int:
     """Rows ranked at once: as many programs as the processors hold."""
-    return 4 * _processors(device)
+    return 4 * processors(device)
 
 
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
@@ -148,7 +166,7 @@ def _score(
     tile_heads = max(triton.next_power_of_2(heads), 4)
     tiles = triton.cdiv(rows, columns // tile_heads)
     chunk = _CHUNK
-    while chunk > 256 and tiles * triton.cdiv(keys, chunk) < 8 * _processors(q.device):
+    while chunk > 256 and tiles * triton.cdiv(keys, chunk) < 8 * processors(q.device):
         chunk //= 2
     bands = triton.cdiv(tiles, _BAND.value)
     launch(
@@ -351,11 +369,21 @@ def _cutoff(order, low, least, most):
     high = tl.maximum(tl.max(order), low) + 1
     reach = tl.sum((order >= low).to(tl.int32))
     while (reach > most) & (low + 1 < high):
-        middle = _middle(low, high)
-        count = tl.sum((order >= middle).to(tl.int32))
-        low = tl.where(count >= least, middle, low)
-        high = tl.where(count >= least, high, middle)
-        reach = tl.where(count >= least, count, reach)
+        half = _middle(low, high)
+        lower, upper = _middle(low, half), _middle(half, high)
+        # one sum, in fields of 21 bits: sums over a program cost more than comparisons
+        reached = (order >= lower).to(tl.int64) + ((order >= half).to(tl.int64) << 21)
+        reached = tl.sum(reached + ((order >= upper).to(tl.int64) << 42))
+        by_lower, by_half = (reached & 0x1FFFFF).to(tl.int32), ((reached >> 21) & 0x1FFFFF).to(tl.int32)
+        by_upper = (reached >> 42).to(tl.int32)
+        high = tl.where(by_upper >= least, high, tl.where(by_half >= least, upper, half))
+        high = tl.where(by_lower >= least, high, lower)
+        low = tl.where(by_lower >= least, lower, low)
+        low = tl.where(by_half >= least, half, low)
+        low = tl.where(by_upper >= least, upper, low)
+        reach = tl.where(by_lower >= least, by_lower, reach)
+        reach = tl.where(by_half >= least, by_half, reach)
+        reach = tl.where(by_upper >= least, by_upper, reach)
     return low
 
 
