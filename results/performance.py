@@ -1,0 +1,166 @@
+"""docs/performance.md, from the records: the newest of each operation, shape and backend.
+
+    python results/performance.py > docs/performance.md
+
+tests/test_performance.py compares the page with what this prints.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent
+PEERS = {
+    "cudnn": "cuDNN",
+    "flash_mla": "FlashMLA",
+    "deep_gemm": "DeepGEMM (fp8)",
+    "tilelang": "TileLang",
+    "torch": "torch",
+    "vendors": "vendors' parts",
+}
+TITLES = {
+    "sparse_mla": "Sparse MLA",
+    "sparse_gqa": "Sparse GQA",
+    "select_keys": "Selection: scores and top-k",
+    "select_topk": "Top-k of given scores",
+    "indexer_kl": "The indexer's loss",
+    "dense_gqa": "Dense attention",
+    "dense_mla": "Dense attention, absorbed",
+    "dsa_layer": "One layer: selection, attention and the indexer's loss, forward and backward",
+}
+HEAD = """# Performance
+
+Made by `python results/performance.py` from `results/*.jsonl`; do not edit. A line is one NVIDIA H200 (132 SMs), bf16
+operands, and was checked against fp64 before it was timed (`error`: of a budget of 2, twice the error of plain bf16
+torch). `ms`: median of calls timed with CUDA events, on rotating operands. Peers: their ms on the same operands in the
+same run and how many times as long as ours they take: below 1 they are ahead. `dsattn bench --peers` makes such lines.
+Letters: T query rows, S keys, H heads, K kept keys, H_I indexer heads.
+"""
+
+
+def main() -> None:
+    print(page(), end="")
+
+
+def page() -> str:
+    """The whole page."""
+    newest = latest(read("kernels.jsonl"))
+    sections = [HEAD]
+    for family, title in TITLES.items():
+        records = [record for record in newest if record["op"].partition(".")[0] == family]
+        if records:
+            sections.append(f"## {title}\n\n" + "\n".join(table(records)) + "\n" + "".join(behind(records)))
+    sections.append("## Whole training runs\n\n" + "\n".join(training(read("training.jsonl"))) + "\n")
+    return "\n".join(sections)
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / name).read_text(encoding="utf-8").splitlines()]
+
+
+def latest(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last record of each operation, shape and backend, on a GPU and from a clean tree, in order."""
+    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for record in records:
+        if record["gpu"] and not record["dirty"]:
+            key = identity(record)
+            if not record["peers"] and key in kept and kept[key]["peers"]:
+                continue  # a line without peers says less than one with them
+            kept[key] = record
+    order = list(TITLES)
+    return sorted(kept.values(), key=lambda record: (order.index(record["op"].partition(".")[0]), *identity(record)))
+
+
+def identity(record: dict[str, Any]) -> tuple[Any, ...]:
+    shape = record["shape"]
+    dense = shape.get("K") is None and record["op"].startswith("indexer_kl")
+    return (
+        record["op"],
+        dense,
+        str(shape.get("order")),
+        str(shape.get("lengths")),
+        str(record.get("precision")),
+        record["backend"],
+        record.get("deterministic") or False,
+        shape.get("H") or 0,
+        shape.get("H_I") or 0,
+        shape["S"],
+    )
+
+
+def table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "| operation | S | shape | backend | ms | TFLOP/s | GB/s | extra memory | error | peers: ms (x) | record |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    for record in records:
+        rates = [f"{record[name]:.0f}" if record.get(name) else "" for name in ("tflops", "gbps")]
+        memory = record.get("peak_bytes")
+        error = record["error"].get("max")
+        cells = [
+            record["op"],
+            f"{record['shape']['S']:,}",
+            shape_of(record),
+            record["backend"],
+            f"{record['ms']['median']:.2f}",
+            *rates,
+            "" if memory is None else f"{memory / 2**30:.2f} GiB",
+            "" if error is None else f"{error:.2g}",
+            peers(record),
+            f"{record['date']}, {record['commit'][:7]}",
+        ]
+        yield "| " + " | ".join(cells) + " |"
+
+
+def shape_of(record: dict[str, Any]) -> str:
+    shape = record["shape"]
+    parts = [f"{name}={shape[name]}" for name in ("T", "H", "H_I", "K") if shape.get(name)]
+    parts += [shape["order"]] if shape.get("order") else []
+    parts += ["no lengths"] if shape.get("lengths") is False else []
+    parts += [record["precision"]] if record.get("precision") not in (None, "bf16") else []
+    parts += ["deterministic"] if record.get("deterministic") else []
+    return ", ".join(parts)
+
+
+def peers(record: dict[str, Any]) -> str:
+    named = ((PEERS.get(name, name), ms, record["ratio"][name]) for name, ms in record["peers"].items())
+    return ", ".join(f"{name} {ms:.2f} ({ratio:.2f} x)" for name, ms, ratio in named)
+
+
+def behind(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A sentence for each peer that is ahead somewhere."""
+    ahead: dict[tuple[str, str, str], list[str]] = {}
+    for record in records:
+        for name, ratio in record["ratio"].items():
+            if ratio < 1:
+                kind = ", deterministic" if record["deterministic"] else ""
+                where = f"S={record['shape']['S']:,}{kind} ({ratio:.2f} x)"
+                ahead.setdefault((str(PEERS.get(name, name)), record["op"], record["backend"]), []).append(where)
+    for (peer, operation, backend), places in ahead.items():
+        yield f"\n{peer} is ahead of `{backend}` in `{operation}` at {', '.join(places)}.\n"
+
+
+def training(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "| recipe | T | backends of sparse MLA | stage | tokens/s | TFLOP/s | MFU | record |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for record in records:
+        if record["gpu"] == "cpu" or record["dirty"]:
+            continue
+        served = record["backend"]
+        served = served.get("sparse_mla.forward", "") if isinstance(served, dict) else served
+        for stage in record["stages"]:
+            mfu = stage.get("mfu")
+            cells = [
+                record["recipe"],
+                f"{record['shape']['T']:,}",
+                served,
+                stage["mode"],
+                f"{stage['tokens_per_second']:,.0f}",
+                f"{stage['tflops']:.1f}" if stage.get("tflops") else "",
+                f"{100 * mfu:.1f} %" if mfu else "",
+                f"{record['date']}, {record['commit'][:7]}",
+            ]
+            yield "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    main()
