@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from dsattn.backends import TABLE, Call, choose, resolve_deterministic, size_class
+from dsattn.backends import TABLE, Call, choose, resolve_deterministic, size_class, standing
 from dsattn.backends import explain as explain_call
 from dsattn.config import DSAConfig, GQAConfig, IndexerConfig, LayerType, MLAConfig, ModelConfig, RunConfig
 from dsattn.errors import BackendUnavailable, InputError
@@ -186,15 +186,16 @@ def _lines(backend: str, calls: dict[str, Call]) -> Iterator[str]:
         try:
             # Gates, routers and linear attention do not take the dsa layers' backend, and a composed operation hands a
             # name that is not its own to its parts.
-            takes = operation.startswith("dsa_attention") and all(row.name != backend for row in TABLE[operation])
             own = operation.startswith(("output_gate", "select_topk", "kda"))
-            asked = "auto" if takes or own else backend
+            asked = "auto" if own else backend
+            handed = operation.startswith("dsa_attention") and asked != "auto"
+            if handed and all(row.name != asked for row in TABLE[operation]):
+                asked = "composed"
             chosen = choose(operation, call, asked).name
         except BackendUnavailable as error:
             problem = str(error).removeprefix(f"{operation}: ")
         for row in TABLE[operation]:
-            unmet = row.requirements(call)
-            state = f"needs {', '.join(unmet)}" if unmet else "serves" if row.name == chosen else "can serve"
+            state = "serves" if row.name == chosen else standing(row, call)
             yield f"  {operation:24s} {row.name:12s} {state}"
         if problem:
             yield f"  {operation:24s} {'none':12s} raises: {problem}"

@@ -115,14 +115,24 @@ def rank(scores: Tensor, columns: Tensor, top_k: int) -> tuple[Tensor, Tensor, T
     Returns index [R, top_k] int32 (ascending, then -1), length [R] int32, score [R, top_k] (values as they were, then
     -inf). The K-th largest value is found first; what lies above it is taken, then the leftmost of what equals it.
     """
-    rows, width = scores.shape
+    width = scores.shape[1]
     comparable = torch.where(scores.isnan(), -torch.inf, scores)
     if width == 0:
-        above = equal = torch.zeros_like(comparable, dtype=torch.bool)
+        cutoff = comparable.new_zeros(len(scores), 1)
     else:
         cutoff = comparable.topk(min(top_k, width), dim=1, sorted=False).values.amin(dim=1, keepdim=True)
-        above = comparable > cutoff
-        equal = (comparable == cutoff) & (comparable > -torch.inf)
+    return take(comparable, columns, cutoff, top_k)
+
+
+def take(scores: Tensor, columns: Tensor, cutoff: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What `rank` gives, where each row's K-th largest score is known.
+
+    scores: [R, W], -inf for what may not be selected, and without NaN. columns: as for `rank`. cutoff: [R, 1], -inf
+    where a row has fewer than top_k scores above -inf.
+    """
+    rows, width = scores.shape
+    above = scores > cutoff
+    equal = (scores == cutoff) & (scores > -torch.inf)
     wanted = top_k - above.sum(1, keepdim=True, dtype=torch.int32)
     taken = above | (equal & (equal.cumsum(1, dtype=torch.int32) <= wanted))
     place = taken.cumsum(1, dtype=torch.int32)

@@ -22,7 +22,6 @@ from dsattn.backends import (
     explain,
     resolve_deterministic,
     settings,
-    size_class,
 )
 from dsattn.errors import BackendUnavailable
 from dsattn.ops import sparse_mla
@@ -197,28 +196,6 @@ def test_determinism_follows_torch() -> None:
         assert resolve_deterministic(None)
 
 
-@pytest.mark.parametrize(
-    ("keys", "name"), [(0, "8K"), (8192, "8K"), (8193, "64K"), (65536, "64K"), (65537, "above"), (2**31, "above")]
-)
-def test_size_classes(keys: int, name: str) -> None:
-    assert size_class(keys) == name
-
-
-def test_call_of_a_tensor() -> None:
-    call = Call.of(torch.zeros(3, 5, dtype=torch.bfloat16), 9000, heads=5, top_k=7, deterministic=True)
-    assert call == Call(dtype="bfloat16", heads=5, top_k=7, size_class="64K", deterministic=True)
-    assert hash(call) == hash(
-        Call.of(torch.ones(9, 5, dtype=torch.bfloat16), 9001, heads=5, top_k=7, deterministic=True)
-    )
-
-
-def test_the_dtypes_of_a_call_meet_above() -> None:
-    half, single = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3)
-    assert Call.of((half, half), 9).dtype == "bfloat16"
-    assert Call.of((half, single), 9).dtype == "float32"
-    assert Call.of((half, half.half()), 9).dtype == "float32"
-
-
 def test_explain_shows_the_whole_table(vendor: ModuleType) -> None:
     lines = explain(GPU).splitlines()
     assert len(lines) == sum(map(len, TABLE.values()))
@@ -285,9 +262,10 @@ def shipped_table(bare_table: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 KERNELS = {
     "select_topk": ("triton",),
-    "select_keys": ("triton",),
-    FORWARD: ("hopper", "triton"),
-    BACKWARD: ("hopper", "triton"),
+    "select_keys": ("hopper", "triton", "deep_gemm"),
+    FORWARD: ("flash_mla", "hopper", "triton"),
+    BACKWARD: ("cudnn", "hopper", "triton"),
+    "dsa_attention.forward": ("hopper",),
     **{
         f"{name}.{direction}": ("triton",)
         for name in ("sparse_gqa", "dense_mla", "dense_gqa", "indexer_kl")
@@ -297,16 +275,74 @@ KERNELS = {
 }
 
 
+BY_NAME = {
+    "select_topk": ("cudnn", "deep_select"),
+    "select_keys": ("cudnn", "tilelang"),
+    FORWARD: ("tilelang",),
+    BACKWARD: ("tilelang",),
+    "indexer_kl.forward": ("cudnn",),
+    "indexer_kl.backward": ("cudnn",),
+}
+
+
 @pytest.mark.usefixtures("shipped_table")
 def test_our_kernels_come_first_and_need_a_gpu() -> None:
     for operation, ours in KERNELS.items():
         choice = choose(operation, Call())
-        assert choice.name == "reference"
+        assert choice.name == ("composed" if operation.startswith("dsa_attention") else "reference")
         assert choice.passed_over == tuple((name, "a CUDA GPU") for name in ours)
         for name in ours:
             with pytest.raises(BackendUnavailable, match=f"{name} needs a CUDA GPU"):
                 choose(operation, Call(), name)
-    assert {op: tuple(row.name for row in TABLE[op][:-1]) for op in OPERATIONS if len(TABLE[op]) > 1} == KERNELS
+    for rows, by_name in ((KERNELS, False), (BY_NAME, True)):
+        found = {op: tuple(row.name for row in TABLE[op][:-1] if bool(row.by_name) is by_name) for op in OPERATIONS}
+        assert {op: names for op, names in found.items() if names} == rows
+
+
+@pytest.mark.usefixtures("shipped_table")
+def test_vendors_that_are_absent_are_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    vendors = {"flash_mla", "cudnn", "tilelang", "deep_select", "deep_gemm"}
+    for module in [name for name in sys.modules if name.startswith(tuple(f"dsattn.backends.{one}" for one in vendors))]:
+        monkeypatch.delitem(sys.modules, module)
+    missing = " ".join(line for line in explain(GPU).splitlines() if "needs the package" in line)
+    assert all(name in missing for name in vendors)
+    assert not [name for name in sys.modules if name.removeprefix("dsattn.backends.").partition(".")[0] in vendors]
+
+
+def _before_ours(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    module = ModuleType("dsattn.backends.peer")
+    module.sparse_mla_forward = lambda *_: "the peer's"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    rows = (Row("peer", "peer", lambda call: [] if call.heads == 64 else ["64 heads"], **options), REFERENCE)
+    monkeypatch.setitem(TABLE, FORWARD, rows)
+    monkeypatch.setitem(TABLE, BACKWARD, (Row("peer", "peer", lambda _: ["luck"], by_name="no"), REFERENCE))
+
+
+def test_auto_wants_a_record_and_a_name_does_not(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    caplog.set_level(logging.INFO, logger="dsattn")
+    _before_ours(monkeypatch, record=lambda call: [] if call.top_k == 2048 else ["a record"])
+    assert choose(FORWARD, GPU).name == "peer"
+    other = replace(GPU, top_k=7)
+    choice = choose(FORWARD, other)
+    assert (choice.name, choice.passed_over) == ("reference", (("peer", "a record"),))
+    assert caplog.messages[-1] == "sparse_mla.forward: reference (passed over: peer needs a record)"
+    assert choose(FORWARD, other, "peer").name == "peer"
+    with pytest.raises(BackendUnavailable, match="peer needs 64 heads"):
+        choose(FORWARD, replace(other, heads=8), "peer")
+    shown = [line.split(maxsplit=2)[1:] for line in explain(other).splitlines() if line.startswith(FORWARD)]
+    assert shown == [["peer", "can serve by name (a record)"], ["reference", "serves"]]
+
+
+def test_rows_by_name_are_nothing_to_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    _before_ours(monkeypatch, by_name="ties are anyone's")
+    choice = choose(FORWARD, GPU)
+    assert (choice.name, choice.passed_over) == ("reference", ())
+    assert choose(FORWARD, GPU, "peer").name == "peer"
+    assert choose(BACKWARD, GPU).passed_over == ()
+    with pytest.raises(BackendUnavailable, match="peer needs luck"):
+        choose(BACKWARD, GPU, "peer")
+    shown = [line.split(maxsplit=2)[1:] for line in explain(GPU).splitlines() if line.startswith(FORWARD)]
+    assert shown == [["peer", "can serve by name (ties are anyone's)"], ["reference", "serves"]]
 
 
 @pytest.mark.usefixtures("shipped_table")
@@ -314,7 +350,7 @@ def test_our_kernels_serve_a_gpu_where_triton_is() -> None:
     pytest.importorskip("triton", reason="needs triton: installed by the dev extra on Linux")
     index = {"heads": 32, "width": 128}
     ampere = replace(GPU, capability=80)
-    for operation, call in ((FORWARD, ampere), (BACKWARD, ampere), ("select_keys", replace(GPU, **index))):
+    for operation, call in ((FORWARD, ampere), (BACKWARD, ampere), ("select_keys", replace(ampere, **index))):
         choice = choose(operation, call)
         assert choice.name == "triton"
         assert choice.function is not None
@@ -327,4 +363,5 @@ def test_without_the_package_the_reference_serves(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
     choice = choose(FORWARD, GPU)
     assert choice.name == "reference"
-    assert choice.passed_over == (("hopper", "the package triton"), ("triton", "the package triton"))
+    missing = (("flash_mla", "flash_mla"), ("hopper", "triton"), ("triton", "triton"))
+    assert choice.passed_over == tuple((name, f"the package {package}") for name, package in missing)

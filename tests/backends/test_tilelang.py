@@ -8,8 +8,12 @@ from types import ModuleType
 import pytest
 import torch
 
+from dsattn import KeyRange
 from dsattn.backends import Call, tilelang
+from dsattn.errors import BackendUnavailable
 from dsattn.ops import indexer_scores
+from dsattn.ops.first_use import compare
+from dsattn.ops.select import select_reference
 from dsattn.ops.sparse_mla import backward_reference, forward_reference
 from dsattn.testing import Sizes, make_case, random_selection
 
@@ -24,22 +28,24 @@ def lengths(index):
 def forward(q, kv, indices, sm_scale, d_v):
     assert kv.shape[1] == indices.shape[1] == 1
     index = indices[:, 0]
+    assert q.isfinite().all(), "every row is multiplied"
     out, lse = forward_reference(q, kv[:, 0], index, lengths(index), None, sm_scale, d_v)
-    return out, (lse / math.log(2)).masked_fill(lse == -torch.inf, 0.0)
+    empty = lse == -torch.inf
+    return out.masked_fill(empty[..., None], torch.nan), (lse / math.log(2)).masked_fill(empty, 0.0)
 
 
 def backward(q, kv, o, do, indices, lse, sm_scale):
     index = indices[:, 0]
+    assert all(x.isfinite().all() for x in (q, o, do)), "every row is multiplied"
     assert lse.isfinite().all(), "rows without keys have 0"
     natural = (lse * math.log(2)).masked_fill(lengths(index)[:, None] == 0, -torch.inf)
     dq, dkv = backward_reference(do, q, kv[:, 0], index, lengths(index), None, o, natural, sm_scale, False)
     return dq, dkv[:, None]
 
 
-def scores(q, kv, weights, start, stop, clean_logits):
-    from dsattn import KeyRange
-
-    return indexer_scores(q, kv, weights, KeyRange(start, stop))
+def scores(q, kv, weights, start, stop, clean_logits, use_relu):
+    found = indexer_scores(q, kv, weights, KeyRange(start, stop), relu=use_relu)
+    return found if clean_logits else found.masked_fill(found == -torch.inf, torch.nan)
 
 
 @pytest.fixture(autouse=True)
@@ -79,12 +85,29 @@ def test_attention_has_a_natural_log_sum_exp(case):
         torch.testing.assert_close(got, right)
 
 
-def test_select_keys_leaves_slots_empty(case):
-    index = tilelang.select_keys(case.q_i, case.k_i, case.w, case.keys.start, case.keys.stop, 7)
+def test_first_use_checks_pass(no_sync):
+    q, index = torch.empty(2, 16, 576), torch.empty(2, 7, dtype=torch.int32)
+    given = (q, q[:, 0], index, index[:, 0], None, 0.1, 512)
+    for finding in compare("sparse_mla.forward", tilelang.sparse_mla_forward, forward_reference, None, given):
+        assert finding.error <= finding.limit, finding
+    out, lse = q[..., :512], q[..., 0]
+    given = (out, *given[:5], out, lse, 0.1, False)
+    functions = (tilelang.sparse_mla_backward, backward_reference, forward_reference)
+    for finding in compare("sparse_mla.backward", *functions, given):
+        assert finding.error <= finding.limit, finding
+    q = torch.empty(2, 8, 16)
+    for relu in (True, False):
+        given = (q, q[:, 0], q[..., 0], index[:, 0], index[:, 0], 9, relu, True, 2**12)
+        for finding in compare("select_keys", tilelang.select_keys, select_reference, None, given):
+            assert finding.error <= finding.limit, finding
+
+
+def test_megatrons_topk_leaves_slots_empty(case):
+    index = tilelang.topk_of_megatron(case.q_i, case.k_i, case.w, case.keys.start, case.keys.stop, 7)
     assert index.dtype == torch.int32
     assert torch.equal((index >= 0).sum(1), case.keys.lengths().clamp(max=7).long())
     assert (index < case.keys.stop[:, None]).all()
-    few = tilelang.select_keys(case.q_i, case.k_i, case.w, case.keys.start, case.keys.stop, 1000)
+    few = tilelang.topk_of_megatron(case.q_i, case.k_i, case.w, case.keys.start, case.keys.stop, 1000)
     assert few.shape[1] == case.layout.num_keys
 
 
@@ -99,9 +122,9 @@ def test_the_loss_masks_empty_slots_and_orders_its_gradients(case):
 
 def test_refuses_what_the_kernels_lack(case):
     nothing = torch.empty(0)
-    with pytest.raises(NotImplementedError, match="no sink"):
+    with pytest.raises(BackendUnavailable, match="no sink"):
         tilelang.sparse_mla_forward(nothing, nothing, nothing, nothing, case.sink, 1.0, 16)
-    with pytest.raises(NotImplementedError, match="repeat bit for bit"):
+    with pytest.raises(BackendUnavailable, match="repeat bit for bit"):
         tilelang.sparse_mla_backward(*[nothing] * 5, None, nothing, nothing, 1.0, True)
 
 
@@ -112,9 +135,12 @@ def test_refuses_what_the_kernels_lack(case):
         ({"heads": 8}, "a power of two of at least 16 heads"),
         ({"width": 512}, "width 576 with 512 values"),
         ({"deterministic": True}, "gradients that need not repeat"),
-        ({"dtype": "float16"}, "bfloat16"),
+        ({"top_k": 100}, "slots in multiples of 64"),
+        ({"dtype": "float16"}, "bfloat16 operands, not float16"),
+        ({"value_width": 0, "heads": 12}, "at most 64 indexer heads, in multiples of 8"),
     ],
 )
 def test_requirements(change, need):
     assert tilelang.requirements(CALL) == []
+    assert tilelang.requirements(Call(**{**vars(CALL), "width": 128, "value_width": 0})) == []
     assert tilelang.requirements(Call(**{**vars(CALL), **change})) == [need]

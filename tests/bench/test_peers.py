@@ -6,12 +6,16 @@ import pytest
 import torch
 
 from dsattn import KeyRange
-from dsattn.backends import cudnn, deep_gemm, flash_mla, tilelang
+from dsattn.backends import deep_gemm, flash_mla, tilelang
+from dsattn.backends.cudnn import indexer_kl as cudnn_kl
+from dsattn.backends.cudnn import select as cudnn_scores
+from dsattn.backends.cudnn import select_topk as cudnn_topk
+from dsattn.backends.cudnn import sparse_mla as cudnn_mla
 from dsattn.bench import peers
 from dsattn.bench.cases import SHAPES, Setting
 from dsattn.bench.peers import PEERS, disagreement, peers_of
 from dsattn.bench.run import BENCHMARKS
-from dsattn.ops import indexer_kl, indexer_scores
+from dsattn.ops import indexer_scores
 from dsattn.ops.sparse_mla import backward_reference, forward_reference
 from dsattn.selection import Selection, rank
 
@@ -30,48 +34,57 @@ def select(scores, top_k):
     return index.flip(1)
 
 
-def loss_of(indexer, attention, index, length, scale):
-    return indexer_kl(*indexer, *attention, causal(64 - len(index), len(index)), Selection(index, length), scale=scale)
+def target_of(attention, index, scale):
+    q, kv, lse = attention
+    logits = torch.einsum("thc,tnc->thn", q, kv[index.clamp(min=0).long()]) * scale
+    found = (logits - lse[..., None]).exp().sum(1).masked_fill(index < 0, 0.0)
+    return found / found.sum(1, keepdim=True)
+
+
+def scores_of(indexer, index):
+    q, k, w = indexer
+    dot = torch.einsum("thd,tnd->thn", q, k[index.clamp(min=0).long()]).relu()
+    return torch.einsum("thn,th->tn", dot, w).masked_fill(index < 0, -torch.inf)
+
+
+def grads_of(indexer, index, target, share, grad_loss):
+    leaves = tuple(x.detach().requires_grad_() for x in indexer)
+    grads = torch.autograd.grad(scores_of(leaves, index), leaves, (share - target) * grad_loss)
+    target.fill_(torch.nan)
+    return grads
 
 
 @pytest.fixture
 def vendors(monkeypatch):
-    """Every vendor's function, by our own; gradients of the loss by autograd, from what the forward returned."""
-    for vendor in (flash_mla, tilelang):
-        monkeypatch.setattr(vendor, "sparse_mla_forward", forward_reference)
-    for vendor in (cudnn, tilelang):
-        monkeypatch.setattr(vendor, "sparse_mla_backward", backward_reference)
+    """Every vendor's function, by our own or by the formula."""
+
+    def bare_backward(saved, q, kv, index, scale):
+        grad_out, out, lse = saved
+        return backward_reference(grad_out, q, kv, index, index, None, out, lse, scale, False)
+
+    def bare_forward(q, kv, index, scale, value_dim):
+        return forward_reference(q, kv, index, index, None, scale, value_dim)
 
     def scores(q, k, w, start, stop):
         return indexer_scores(q, k, w, KeyRange(start, stop))
 
-    def cudnn_keys(q, k, w, first, top_k, *, ascending=False):
-        index = select(indexer_scores(q, k, w, causal(first, len(q))), top_k)
-        return Selection.from_index(index).index if ascending else index
+    def topk(found, stop, top_k, *, ascending=False):
+        index = select(_below(found, stop), top_k)
+        return (Selection.from_index(index).index if ascending else index), None
 
-    def forward(indexer, attention, index, length, scale):
-        leaves = tuple(x.detach().requires_grad_() for x in indexer)
-        kl = loss_of(leaves, attention, index, length, scale) * len(index)
-        return kl.detach(), (kl, leaves), torch.ones(index.shape)
-
-    class Target(tuple):
-        def clone(self):
-            return self
-
-    def grads(indexer, index, target, share, divisor):
-        kl, leaves = target
-        return torch.autograd.grad(kl / divisor, leaves, retain_graph=True)
-
-    def cudnn_forward(*operands):
-        kl, target, share = forward(*operands)
-        return kl, Target(target), share
-
-    monkeypatch.setattr(cudnn, "select_topk", lambda s, stop, k: select(_below(s, stop), k))
-    monkeypatch.setattr(cudnn, "select_keys", cudnn_keys)
-    monkeypatch.setattr(cudnn, "indexer_kl_forward", cudnn_forward)
-    monkeypatch.setattr(cudnn, "indexer_kl_backward", grads)
+    monkeypatch.setattr(flash_mla, "sparse_mla_forward", forward_reference)
+    monkeypatch.setattr(cudnn_mla, "sparse_mla_backward", backward_reference)
+    monkeypatch.setattr(tilelang, "bare_forward", bare_forward)
+    monkeypatch.setattr(tilelang, "bare_backward", bare_backward)
+    monkeypatch.setattr(cudnn_topk, "bare_topk", topk)
+    monkeypatch.setattr(
+        cudnn_scores, "indexer_scores", lambda q, k, w, first: indexer_scores(q, k, w, causal(first, len(q)))
+    )
+    monkeypatch.setattr(cudnn_kl, "shares_of_scores", lambda indexer, index, _: scores_of(indexer, index).softmax(1))
+    monkeypatch.setattr(cudnn_kl, "shares_of_attention", lambda given, index, _, scale: target_of(given, index, scale))
+    monkeypatch.setattr(cudnn_kl, "bare_backward", grads_of)
     monkeypatch.setattr(tilelang, "indexer_scores", scores)
-    monkeypatch.setattr(tilelang, "select_keys", lambda q, k, w, a, b, top_k: select(scores(q, k, w, a, b), top_k))
+    monkeypatch.setattr(tilelang, "topk_of_megatron", lambda q, k, w, a, b, top_k: select(scores(q, k, w, a, b), top_k))
     monkeypatch.setattr(
         deep_gemm, "indexer_scores", lambda fp8, a, b: scores(fp8.q.float(), fp8.k.float(), fp8.w, a, b)
     )
@@ -123,8 +136,8 @@ def test_fp8_scores_are_ranked_by_who_is_there(installed, vendors, monkeypatch):
     trial = BENCHMARKS["select_keys"](SETTING)
     monkeypatch.setattr(peers, "find_spec", lambda name: object() if installed else None)
     ranked = []
-    real = cudnn.select_topk
-    monkeypatch.setattr(cudnn, "select_topk", lambda *given: ranked.append(1) or real(*given))
+    real = cudnn_topk.bare_topk
+    monkeypatch.setattr(cudnn_topk, "bare_topk", lambda *given: ranked.append(1) or real(*given))
     PEERS["select_keys"]["deep_gemm"](trial, trial.sets[0])()
     assert bool(ranked) == installed
 
@@ -139,6 +152,12 @@ def test_the_loss_over_every_key_has_no_peer():
     assert peers_of(BENCHMARKS["dense_kl.forward"](WHOLE)) == {}
     assert set(peers_of(BENCHMARKS["indexer_kl.forward"](WHOLE))) == {"cudnn", "tilelang"}
     assert PEERS.keys() <= BENCHMARKS.keys()
+
+
+def test_a_vendor_that_serves_is_no_peer_of_itself():
+    trial = BENCHMARKS["sparse_mla.forward"](SETTING)
+    served = dataclasses.replace(trial, choice=dataclasses.replace(trial.choice, name="flash_mla"))
+    assert peers_of(trial).keys() - peers_of(served).keys() == {"flash_mla"}
 
 
 def test_other_results_are_seen():

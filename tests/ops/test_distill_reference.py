@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsattn.keys import Layout
 from dsattn.ops import blocks, dense_mla, distill, ranged, sparse_mla
-from dsattn.ops.distill_reference import backward_reference, forward_reference
+from dsattn.ops.distill_reference import attention_shares, backward_reference, forward_reference
 from dsattn.selection import Selection
 from dsattn.testing import Case, Sizes, make_case, naive_attention, naive_scores, random_selection
 
@@ -123,3 +123,20 @@ def test_gradients_of_shared_scores_cancel(mode: str) -> None:
     assert dk.abs().max() > 1e-2
     assert dw.abs().max() < 1e-14
     assert dq.abs().max() < 1e-14
+
+
+def test_a_given_target_is_not_made_again() -> None:
+    """The same bits from a fused attention's shares, with NaN in all that they are made from; they stay as they are."""
+    case = make_case(Layout.packed([11, 0, 1, 26], padded=[12, 2, 1, 26]))
+    selection = selection_of("sparse", case)
+    want, operands = forward(case, selection)
+    q_i, k_i, w, q, kv, lse, *rows = operands
+    shares = attention_shares(q, kv, rows[0], lse, case.scale)
+    assert shares.shape == selection.index.shape
+    assert not shares[selection.index < 0].any()
+    shares[~rows[3]] = torch.nan
+    before, divisor = shares.clone(), distill.row_weights(case.keys, None, None, lse.dtype)[1]
+    unread = (torch.full_like(x, torch.nan) for x in (q, kv, lse))
+    got = forward_reference(q_i, k_i, w, *unread, *rows, divisor, case.scale, True, "", shares)
+    assert all(a.equal(b) for a, b in zip(got, want, strict=True))
+    torch.testing.assert_close(shares, before, rtol=0, atol=0, equal_nan=True)

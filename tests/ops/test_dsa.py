@@ -1,14 +1,18 @@
 """The fused operation is its two parts, bit for bit, and gradients do not cross between them."""
 
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dsattn.backends import Call, Choice
+from dsattn import backends, settings
+from dsattn.backends import COMPOSED, TABLE, Call, Choice, Row
 from dsattn.errors import BackendUnavailable, InputError
 from dsattn.keys import Layout
 from dsattn.ops import distill, dsa, dsa_attention, indexer_kl, sparse_mla
@@ -206,6 +210,87 @@ def test_refuses(change: dict[str, object], message: str) -> None:
     selection = Selection.from_index(torch.zeros(8, 2, dtype=torch.long))
     with pytest.raises(InputError, match=message):
         dsa_attention(**{**indexer, **trunk, "selection": selection, "scale": 1.0, "kl_weight": 1.0, **change})
+
+
+def _made_up(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
+    module = ModuleType("dsattn.backends.made_up")
+    module.dsa_attention_forward = function
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(TABLE, "dsa_attention.forward", (Row("made_up", "made_up", lambda _: []), COMPOSED))
+    backends._choose.cache_clear()
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """A fused forward is the first choice; the rows of each of its calls."""
+    calls: list[int] = []
+
+    def counted(q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        calls.append(len(q))
+        return dsa.shares_reference(q, *rest)
+
+    _made_up(monkeypatch, counted)
+    with settings(first_use_checks=False):
+        yield calls
+    backends._choose.cache_clear()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_fused_forward_changes_nothing(layout: str, made_up: list[int]) -> None:
+    """Its shares are the target: value, gradients and all, with gradients, without, replayed and compiled."""
+    case = make_case(layout)
+    want = run(fused, case, backend="composed")
+    assert not made_up
+    assert_equal(run(fused, case), want)
+    assert made_up == [len(case.q)]
+    with torch.no_grad():
+        assert fused(case, **leaves(case))[2].equal(want["kl"])
+    assert_equal(run(lambda *a, **k: checkpoint(fused, *a, use_reentrant=False, **k), case), want)
+    assert len(made_up) == 4
+
+
+def test_a_fused_forward_compiles_and_goes_back_twice(made_up: list[int]) -> None:
+    case = make_case("padded")
+    selection, want = selection_of(case), run(fused, case, backend="composed")
+
+    def step(q, kv, sink, q_i, k_i, w) -> tuple[Tensor, Tensor, Tensor]:
+        flags = {"scale": case.scale, "kl_weight": WEIGHT, "value_dim": 16, "sink": sink}
+        return dsa_attention(q, kv, selection, q_i, k_i, w, case.keys, **flags)
+
+    whole = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_equal(run(lambda _, **kw: whole(**kw), case), want)
+    assert len(made_up) == 1
+    operands = leaves(case)
+    out, _, kl = fused(case, **operands)
+    for _ in range(2):
+        torch.autograd.backward((out, 3.0 * kl), (case.grad_out, torch.ones_like(kl)), retain_graph=True)
+    for name, x in operands.items():
+        torch.testing.assert_close(x.grad, 2 * want[f"d{name}"])
+
+
+def test_names_go_to_the_operation_or_to_its_parts(made_up: list[int]) -> None:
+    """The fused row's name is for it alone, and does not ask the loss for a row that it has not."""
+    case = make_case("padded")
+    want = run(fused, case, backend="composed")
+    assert_equal(run(fused, case, backend="reference"), want)
+    assert not made_up
+    assert_equal(run(fused, case, backend="made_up"), want)
+    assert len(made_up) == 1
+
+
+def test_a_loss_from_wrong_shares_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    case = make_case("padded")
+    want = run(fused, case)
+
+    def wrong(*operands: Any) -> tuple[Tensor, ...]:
+        out, lse, shares = dsa.shares_reference(*operands)
+        return out, lse, shares.roll(1, 1)
+
+    _made_up(monkeypatch, wrong)
+    with settings(first_use_checks=False), pytest.raises(AssertionError, match="kl"):
+        assert_equal(run(fused, case), want)
+    backends._choose.cache_clear()
 
 
 def test_unknown_backend_raises() -> None:

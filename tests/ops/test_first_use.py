@@ -19,6 +19,7 @@ from dsattn.keys import Layout
 from dsattn.ops import (
     dense_gqa,
     dense_mla,
+    dsa_attention,
     first_use,
     indexer_kl,
     select_keys,
@@ -43,6 +44,7 @@ _MLA = _references("sparse_mla", "forward_reference", "backward_reference")
 _GQA = _references("sparse_gqa", "forward_reference", "backward_reference")
 _DENSE = _references("ranged", "forward_reference", "backward_reference")
 _KL = _references("distill_reference", "forward_reference", "backward_reference")
+_FUSED = importlib.import_module("dsattn.ops.dsa").shares_reference
 _SELECT = _references("select", "select_reference", "topk_reference")
 REFERENCES: dict[str, Run] = {
     "select_keys": _SELECT[0],
@@ -57,12 +59,18 @@ REFERENCES: dict[str, Run] = {
     "dense_gqa.backward": _DENSE[1],
     "indexer_kl.forward": _KL[0],
     "indexer_kl.backward": _KL[1],
+    "dsa_attention.forward": _FUSED,
 }
 
 
 def _kl(case: Case, selection: Selection | None) -> tuple[Tensor, ...]:
     lse = torch.zeros(case.q.shape[:2])
     return (indexer_kl(case.q_i, case.k_i, case.w, case.q, case.kv, lse, case.keys, selection, scale=1.0),)
+
+
+def _fused(case: Case, selection: Selection) -> tuple[Tensor, ...]:
+    operands, flags = (case.q, case.kv, selection, case.q_i, case.k_i, case.w, case.keys), {"scale": case.scale}
+    return dsa_attention(*operands, **flags, kl_weight=1.0, value_dim=16, sink=case.sink)
 
 
 OPS: dict[str, Callable[[Case, Selection], tuple[Tensor, ...]]] = {
@@ -73,6 +81,7 @@ OPS: dict[str, Callable[[Case, Selection], tuple[Tensor, ...]]] = {
     "dense_mla": lambda c, s: dense_mla(c.q, c.kv, c.keys, scale=c.scale, value_dim=16),
     "dense_gqa": lambda c, s: dense_gqa(c.q, c.k, c.v, c.keys, scale=c.scale),
     "indexer_kl": _kl,
+    "dsa_attention": _fused,
 }
 ATTENTION = ("sparse_mla", "sparse_gqa", "dense_mla", "dense_gqa")
 
@@ -165,6 +174,7 @@ def test_a_right_kernel_runs_and_is_checked_once(operation: str, install, caplog
         *((f"{op}_gqa.backward", i, name) for op in ("sparse", "dense") for i, name in enumerate(("dq", "dk", "dv"))),
         *(("indexer_kl.forward", i, name) for i, name in enumerate(("loss", "score_lse", "mass", "dscore"))),
         *(("indexer_kl.backward", i, name) for i, name in enumerate(("dq_i", "dk_i", "dw"))),
+        *(("dsa_attention.forward", i, name) for i, name in enumerate(("out", "lse", "shares"))),
     ],
 )  # fmt: skip
 def test_a_wrong_kernel_is_refused_and_stays_refused(operation: str, output: int, tensor: str, install) -> None:

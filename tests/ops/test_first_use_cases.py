@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dsattn.keys import KeyRange, Layout
+from dsattn.ops import indexer_scores, select_topk
 from dsattn.ops.first_use_cases import geometry, names_of, small_case
 from dsattn.testing import Sizes, make_case, random_selection
 
@@ -17,9 +18,11 @@ def reference_of(module: str, name: str) -> Callable[..., Any]:
 
 
 SPARSE, SPARSE_BACK = reference_of("sparse_mla", "forward_reference"), reference_of("sparse_mla", "backward_reference")
+LOW_PRECISION = reference_of("select", "low_precision_reference")
 SELECT, TOPK = reference_of("select", "select_reference"), reference_of("select", "topk_reference")
 DENSE = reference_of("ranged", "forward_reference")
 LOSS = reference_of("distill_reference", "forward_reference")
+FUSED = reference_of("dsa", "shares_reference")
 
 
 def arguments(reference: Callable[..., Any], lengths: list[int], sizes: Sizes | None = None, **changes: Any) -> tuple:
@@ -37,21 +40,23 @@ def arguments(reference: Callable[..., Any], lengths: list[int], sizes: Sizes | 
         "out": torch.zeros_like(case.grad_out),
         "lse": torch.zeros(case.q.shape[:2]),
         "divisor": torch.tensor(1.0),
+        "target": None,
         "value_dim": case.sizes.value_dim,
         "top_k": case.sizes.top_k,
         "relu": True,
         "return_scores": False,
+        "precision": "fp8",
         "block_bytes": 2**30,
         "group": "",
         "deterministic": False,
     }
-    if reference is SELECT:
+    if reference in (SELECT, LOW_PRECISION):
         known |= {"q": case.q_i, "k": case.k_i}
     known |= changes
     return tuple(known[name] for name in names_of(reference))
 
 
-ALL = [SPARSE, SPARSE_BACK, SELECT, TOPK, DENSE, LOSS]
+ALL = [SPARSE, SPARSE_BACK, SELECT, LOW_PRECISION, TOPK, DENSE, LOSS, FUSED]
 
 
 @pytest.mark.parametrize("reference", ALL)
@@ -72,8 +77,10 @@ def test_geometry_does_not_depend_on_tokens(reference: Callable[..., Any]) -> No
         (SPARSE_BACK, {"deterministic": True}),
         (SELECT, {"relu": False}),
         (SELECT, {"top_k": 8}),
+        (LOW_PRECISION, {"precision": "mxfp8"}),
         (TOPK, {"scores": torch.zeros(6, 50, dtype=torch.bfloat16)}),
         (LOSS, {"index": None, "length": None}),
+        (LOSS, {"target": torch.zeros(6, 7)}),
     ],
 )
 def test_geometry_depends_on_all_else(reference: Callable[..., Any], changes: dict[str, Any]) -> None:
@@ -116,6 +123,18 @@ def test_selections_meet_more_keys_than_they_keep_and_ties() -> None:
     assert len(score[0].unique()) < 7
 
 
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_low_precision_rounds_nothing(precision: str) -> None:
+    """Sums in any order are exact then, and the selection is one."""
+    given = arguments(LOW_PRECISION, [5, 1], Sizes(index_heads=4, index_width=32), precision=precision)
+    made = small_case(LOW_PRECISION, None, given)
+    assert made["k"].nan_to_num().abs().amax(1).unique().tolist() == [0, 1.75, 3.5, 7]
+    keys = KeyRange(made["start"], made["stop"])
+    exact = indexer_scores(made["q"].double(), made["k"].double(), made["w"].double(), keys)
+    want = select_topk(exact, keys, made["top_k"])
+    assert LOW_PRECISION(*made.values())[0].equal(want.index)
+
+
 def test_ranges_are_those_of_documents() -> None:
     case = small_case(DENSE, None, arguments(DENSE, [5, 1], k=torch.zeros(6, 2, 24), v=torch.zeros(6, 2, 16)))
     keys: KeyRange = case["keys"]
@@ -141,3 +160,14 @@ def test_the_loss_meets_the_lse_of_its_attention() -> None:
 def test_numbers_are_always_the_same() -> None:
     first, again = (small_case(SPARSE, None, arguments(SPARSE, [5, 1]))["kv"] for _ in range(2))
     assert first.nan_to_num().equal(again.nan_to_num())
+
+
+def test_a_target_that_is_given_is_a_sum_of_probabilities() -> None:
+    """Zeros in empty slots, NaN in rows that do not count; and the loss does without lse."""
+    case = small_case(LOSS, None, arguments(LOSS, [5, 1], target=torch.zeros(6, 7)))
+    target, live = case["target"], case["real"]
+    assert (target[live] >= 0).all()
+    assert (target[live] > 0).equal(case["index"][live] >= 0)
+    assert target[~live].isnan().all()
+    case["lse"] = case["lse"] * torch.nan
+    assert all(one[live].isfinite().all() for one in LOSS(*case.values())[2:])

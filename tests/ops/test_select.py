@@ -12,6 +12,7 @@ from dsattn.errors import BackendUnavailable, InputError
 from dsattn.keys import KeyRange, Layout
 from dsattn.ops import indexer_scores, select_keys, select_topk
 from dsattn.ops.indexer import tile_shape
+from dsattn.quantize import from_e4m3, from_mxfp8, to_e4m3, to_mxfp8
 from dsattn.selection import Selection
 from dsattn.testing import (
     LAYOUTS,
@@ -265,6 +266,73 @@ def test_no_gradient_and_no_graph() -> None:
     assert not selection.score.requires_grad
 
 
+LOW = ("fp8", "mxfp8")
+
+
+def rounded(case: Case, precision: str) -> Tensor:
+    """[T, S] fp64 scores of the operands that a precision stands for, hidden keys at -inf."""
+    if precision == "fp8":
+        q, k = (from_e4m3(to_e4m3(x)[0], to_e4m3(x)[1].double()) for x in (case.q_i, case.k_i))
+    else:
+        q, k = (from_mxfp8(*to_mxfp8(x)).double() for x in (case.q_i, case.k_i))
+    return indexer_scores(q, k, case.w.double(), case.keys)
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_low_precision_decides_what_is_selected_and_no_score(precision: Any) -> None:
+    """Against scores in fp64; and another selection than without it, or this shows nothing."""
+    case = make_case("packed", Sizes(index_heads=3, index_width=32, top_k=9), dtype=torch.bfloat16)
+    got, plain = pick(case, precision=precision, return_scores=True), pick(case)
+    scores = rounded(case, precision)
+    padded = torch.cat([scores, torch.full((len(scores), 9), -INF)], 1)
+    cutoff = padded.topk(9).values.masked_fill(padded.topk(9).values == -INF, INF).amin(1, keepdim=True)
+    picked = scores.gather(1, got.index.clamp(min=0).long()).masked_fill(got.index < 0, INF)
+    assert (picked >= cutoff - 1e-5 * scores.masked_fill(scores == -INF, 0).abs().amax()).all()
+    assert got.length.equal(plain.length)
+    assert 0.005 < (got.index != plain.index).float().mean() < 0.9
+    own = indexer_scores(case.q_i, case.k_i, case.w, case.keys).gather(1, got.index.clamp(min=0).long())
+    torch.testing.assert_close(got.score, own.masked_fill(got.index < 0, -INF))
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_low_precision_keeps_bits_in_blocks_and_company(precision: Any) -> None:
+    case = make_case("tile_edge", Sizes(index_heads=2, index_width=32))
+    whole = pick(case, precision=precision)
+    assert_same(pick(case, precision=precision, block_bytes=1), whole)
+    assert_same(pick(case.map(strided), precision=precision), whole)
+    rows = slice(100, 301)
+    keys, top_k = case.keys.row_slice(100, 301), case.sizes.top_k
+    got = select_keys(case.q_i[rows], case.k_i, case.w[rows], keys, top_k, precision=precision)
+    assert got.index.equal(whole.index[rows])
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_low_precision_selects_no_key_that_is_not_finite(precision: Any) -> None:
+    case = make_case("causal", Sizes(index_heads=2, index_width=32))
+    case.q_i[11, 1, 3], case.k_i[5, 0], case.k_i[6, 31] = NAN, INF, NAN
+    selection = pick(case, precision=precision)
+    assert selection.length[11] == 0
+    assert not torch.isin(selection.index, torch.tensor([5, 6])).any()
+    assert selection.length[12:].eq(case.sizes.top_k).all()
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_selection_alone_recomputes_nothing(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("causal", Sizes(index_heads=2, index_width=32))
+    monkeypatch.delattr("dsattn.ops.select.selected_scores")
+    assert pick(case, precision=precision).score is None
+    with pytest.raises(NameError):
+        pick(case, precision=precision, return_scores=True)
+
+
+def test_low_precision_of_fp8_is_the_formula_with_scales_outside() -> None:
+    """A query's and a key's scale leave the relu: both signs of a product, a negative weight."""
+    q, k = torch.tensor([[[3.0, -1.0]]]), torch.tensor([[7.0, 1.0], [-2.0, 0.5], [1.0, 6.0]])
+    for w, order in ((1.0, [0, 1]), (-1.0, [1, 2])):
+        got = select_keys(q, k, torch.tensor([[w]]), everything(1, 3), 2, precision="fp8")
+        assert got.index.tolist() == [order], "scores are 20, 0 and 0 times w, ties to the smaller key"
+
+
 CASE = make_case(Layout.causal(4))
 
 
@@ -275,8 +343,9 @@ CASE = make_case(Layout.causal(4))
         ({"top_k": 2.0}, InputError, "top_k=2.0 must be an integer"),
         ({"top_k": True}, InputError, "top_k=True must be an integer"),
         ({"block_bytes": 0}, InputError, "block_bytes=0 must be positive"),
-        ({"precision": "fp8"}, BackendUnavailable, "precision='fp8' has no backend here; there is 'bf16'"),
-        ({"backend": "cudnn"}, BackendUnavailable, "no backend named 'cudnn'; there is auto, triton, reference"),
+        ({"precision": "fp4"}, InputError, "precision='fp4' must be one of bf16, fp8, mxfp8"),
+        ({"precision": "mxfp8"}, InputError, "precision='mxfp8' scales blocks of 32 lanes, but q and k have"),
+        ({"backend": "x"}, BackendUnavailable, "no backend named 'x'; there is auto, hopper, triton, "),
     ],
 )
 def test_refuses(asked: dict[str, Any], error: type[Exception], says: str) -> None:
@@ -300,11 +369,11 @@ def test_topk_refuses(scores: Tensor, top_k: int, options: Any, error: type[Exce
 
 
 @pytest.mark.parametrize("return_scores", [True, False])
-@pytest.mark.parametrize("change", [torch.clone, strided])
-def test_opcheck(return_scores: bool, change: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(("change", "precision"), [(torch.clone, "bf16"), (strided, "bf16"), (strided, "fp8")])
+def test_opcheck(return_scores: bool, change: Callable[[Tensor], Tensor], precision: str) -> None:
     case = make_case(Layout.packed([4, 0, 3]), dtype=torch.bfloat16).map(change)
     ranges = (case.keys.start, case.keys.stop)
-    operands = (case.q_i, case.k_i, case.w, *ranges, 3, True, return_scores, 2**20, "auto")
+    operands = (case.q_i, case.k_i, case.w, *ranges, 3, True, return_scores, 2**20, precision, "auto")
     torch.library.opcheck(torch.ops.dsattn.select_keys.default, operands)
     torch.library.opcheck(torch.ops.dsattn.select_topk.default, (change(torch.randn(7, 7)), *ranges, 3, "auto"))
 

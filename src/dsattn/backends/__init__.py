@@ -3,6 +3,8 @@
 TABLE lists, for every operation, its implementations in order of preference. Each row says what a call must be like for
 it to serve. `choose` takes the first row whose requirements are met and remembers what it passed over; a name given by
 the user runs or raises. Forward and backward are separate rows, so one vendor's forward may meet another's backward.
+A vendor's row that stands before ours is for `auto` only where a record says that it is faster (`vendors.FASTER`); some
+rows are never for `auto`.
 The row `reference` is the plain-torch implementation that lives beside the operation's formula in `dsattn.ops`;
 `composed` runs an operation's parts, each by its own rows.
 """
@@ -17,49 +19,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from dsattn.backends.call import Call as Call
+from dsattn.backends.call import size_class as size_class
+from dsattn.backends.vendors import is_installed, lacks_record
 from dsattn.errors import BackendUnavailable
 
 _log = logging.getLogger("dsattn")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """What dispatch may know of a call: never a tensor, never an exact token count.
-
-    device: `cpu` or `cuda`; capability: 90 for Hopper, 0 without a GPU; dtype: of the operands.
-    heads, width, value_width: of the attention or indexer heads; top_k: kept keys, 0 where nothing is selected.
-    size_class: of the number of keys, see `size_class`; deterministic: bitwise repeatable gradients are asked for.
-    """
-
-    device: str = "cpu"
-    capability: int = 0
-    dtype: str = "float32"
-    heads: int = 1
-    width: int = 1
-    value_width: int = 0
-    top_k: int = 0
-    size_class: str = "8K"
-    deterministic: bool = False
-
-    @classmethod
-    def of(cls, operands: Tensor | tuple[Tensor, ...], num_keys: int, **rest: Any) -> "Call":
-        """The call with these operands, on one device: their dtypes meet in their promotion."""
-        operands = operands if isinstance(operands, tuple) else (operands,)
-        operand, capability = operands[0], 0
-        if operand.is_cuda:
-            major, minor = torch.cuda.get_device_capability(operand.device)
-            capability = 10 * major + minor
-        common = functools.reduce(torch.promote_types, (one.dtype for one in operands))
-        dtype = str(common).removeprefix("torch.")
-        device = operand.device.type
-        return cls(device=device, capability=capability, dtype=dtype, size_class=size_class(num_keys), **rest)
-
-
-def size_class(num_keys: int) -> str:
-    """`8K`, `64K` (up to so many keys) or `above`."""
-    return "8K" if num_keys <= 8192 else "64K" if num_keys <= 65536 else "above"
 
 
 @dataclass(frozen=True)
@@ -68,11 +34,14 @@ class Row:
 
     module: submodule of `dsattn.backends` that holds a function named like the operation (`.` read as `_`);
         None for the reference. requirements: what a call lacks, in words; empty when it can be served.
+    record: what `auto` wants besides, in words. by_name: why `auto` never takes the row, in words; empty where it may.
     """
 
     name: str
     module: str | None
     requirements: Callable[[Call], list[str]]
+    record: Callable[[Call], list[str]] = lambda _: []
+    by_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,6 +68,19 @@ def _fla(call: Call) -> list[str]:
     return importlib.import_module("dsattn.backends.fla").requirements(call)
 
 
+def _vendor(module: str, *packages: str, **rest: Any) -> Row:
+    """A vendor's kernels, named by the first part of `module`: where a package is missing, nothing is imported."""
+
+    def requirements(call: Call) -> list[str]:
+        if call.device != "cuda":
+            return ["a CUDA GPU"]
+        if not is_installed(*packages):
+            return [f"the package {' and '.join(packages)}"]
+        return importlib.import_module(f"dsattn.backends.{module}").requirements(call)
+
+    return Row(module.partition(".")[0], module, requirements, **rest)
+
+
 def _kernels(folder: str, file: str) -> Row:
     """Our kernels in `backends/FOLDER/`: nothing is imported before a call is on a GPU and Triton is there."""
 
@@ -114,6 +96,8 @@ def _kernels(folder: str, file: str) -> Row:
 
 REFERENCE = Row("reference", None, _always)
 COMPOSED = Row("composed", None, _always)
+TILELANG = _vendor("tilelang", "tilelang", "megatron", by_name="for comparison: every record is behind ours")
+CUDNN_KL = _vendor("cudnn.indexer_kl", "cudnn", by_name="no record with what it adds to the bare kernels")
 
 OPERATIONS = (
     "indexer_scores.forward",
@@ -139,20 +123,44 @@ OPERATIONS = (
 
 TABLE: dict[str, tuple[Row, ...]] = {
     **dict.fromkeys(OPERATIONS, (REFERENCE,)),
-    "select_topk": (_kernels("triton", "select"), REFERENCE),
-    "select_keys": (_kernels("triton", "select"), REFERENCE),
-    "sparse_mla.forward": (_kernels("hopper", "sparse_mla"), _kernels("triton", "sparse_mla"), REFERENCE),
-    "sparse_mla.backward": (_kernels("hopper", "sparse_mla"), _kernels("triton", "sparse_mla"), REFERENCE),
+    "select_topk": (
+        _kernels("triton", "select"),
+        _vendor("cudnn.select_topk", "cudnn", by_name="no record with its repair of NaN and signed zeros"),
+        _vendor("deep_select", "deep_select", by_name="no record"),
+        REFERENCE,
+    ),
+    "select_keys": (
+        _kernels("hopper", "select"),
+        _kernels("triton", "select"),
+        _vendor("deep_gemm", "deep_gemm"),  # fp8 and mxfp8 alone
+        _vendor("cudnn.select", "cudnn", by_name="nothing promises a score's bits in another block of rows"),
+        TILELANG,
+        REFERENCE,
+    ),
+    "sparse_mla.forward": (
+        _vendor("flash_mla", "flash_mla", record=lacks_record("sparse_mla.forward", "flash_mla")),
+        _kernels("hopper", "sparse_mla"),
+        _kernels("triton", "sparse_mla"),
+        TILELANG,
+        REFERENCE,
+    ),
+    "sparse_mla.backward": (
+        _vendor("cudnn.sparse_mla", "cudnn", record=lacks_record("sparse_mla.backward", "cudnn")),
+        _kernels("hopper", "sparse_mla"),
+        _kernels("triton", "sparse_mla"),
+        TILELANG,
+        REFERENCE,
+    ),
     "sparse_gqa.forward": (_kernels("triton", "sparse_gqa"), REFERENCE),
     "sparse_gqa.backward": (_kernels("triton", "sparse_gqa"), REFERENCE),
     "dense_mla.forward": (_kernels("triton", "dense"), REFERENCE),
     "dense_mla.backward": (_kernels("triton", "dense"), REFERENCE),
     "dense_gqa.forward": (_kernels("triton", "dense"), REFERENCE),
     "dense_gqa.backward": (_kernels("triton", "dense"), REFERENCE),
-    "indexer_kl.forward": (_kernels("triton", "indexer_kl"), REFERENCE),
-    "indexer_kl.backward": (_kernels("triton", "indexer_kl"), REFERENCE),
+    "indexer_kl.forward": (_kernels("triton", "indexer_kl"), CUDNN_KL, REFERENCE),
+    "indexer_kl.backward": (_kernels("triton", "indexer_kl"), CUDNN_KL, REFERENCE),
     "kda": (Row("fla", "fla", _fla), REFERENCE),
-    "dsa_attention.forward": (COMPOSED,),
+    "dsa_attention.forward": (_kernels("hopper", "dsa_attention"), COMPOSED),
     "dsa_attention.backward": (COMPOSED,),
 }
 
@@ -219,15 +227,16 @@ def choose(operation: str, call: Call, backend: str = "auto") -> Choice:
 @functools.lru_cache(maxsize=4096)
 def _choose(operation: str, call: Call, backend: str) -> Choice:
     rows = TABLE[operation]
+    served = tuple(row for row in rows if not row.by_name)
     if backend != "auto":
         named = [row for row in rows if row.name == backend]
         if not named and not _serves_other_direction(operation, backend):
             known = ", ".join(row.name for row in rows)
             raise BackendUnavailable(f"{operation}: no backend named {backend!r}; there is auto, {known}")
-        rows = tuple(named) or rows
+        served = tuple(named) or served
     passed_over = []
-    for row in rows:
-        unmet = row.requirements(call)
+    for row in served:
+        unmet = row.requirements(call) or (row.record(call) if row.name != backend else [])
         if not unmet:
             choice = Choice(row.name, _load(operation, row), tuple(passed_over))
             _log_once(f"{operation}: {choice}")
@@ -259,13 +268,16 @@ def explain(call: Call) -> str:
     """The whole table for `call`: who serves each operation, and what every other row lacks."""
     lines = []
     for operation, rows in TABLE.items():
-        for row in rows:
-            unmet = row.requirements(call)
-            lines.append(f"{operation:24s} {row.name:12s} {'needs ' + ', '.join(unmet) if unmet else 'can serve'}")
-        lines[-len(rows) :] = _mark_chosen(lines[-len(rows) :])
+        states = [standing(row, call) for row in rows]
+        if "can serve" in states:
+            states[states.index("can serve")] = "serves"
+        lines += [f"{operation:24s} {row.name:12s} {state}" for row, state in zip(rows, states, strict=True)]
     return "\n".join(lines)
 
 
-def _mark_chosen(lines: list[str]) -> list[str]:
-    chosen = next((i for i, line in enumerate(lines) if line.endswith("can serve")), None)
-    return [line.replace("can serve", "serves") if i == chosen else line for i, line in enumerate(lines)]
+def standing(row: Row, call: Call) -> str:
+    """`can serve`, `can serve by name` with what keeps `auto` from it, or `needs` with what the call lacks."""
+    if unmet := row.requirements(call):
+        return f"needs {', '.join(unmet)}"
+    passed = [row.by_name] if row.by_name else row.record(call)
+    return f"can serve by name ({', '.join(passed)})" if passed else "can serve"

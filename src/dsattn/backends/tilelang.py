@@ -1,12 +1,13 @@
-"""TileLang: the DSA kernels that come with Megatron Core (wheels `tilelang` and `megatron-core`).
+"""TileLang: the DSA kernels that come with Megatron Core (wheels `tilelang` and `megatron-core`). For comparison.
 
-Their quirks, kept here: log-sum-exp to base 2, latents of 512 + 64, a power of two of at least 16 heads, bf16; rows
-without keys have log-sum-exp 0. The indexer writes the whole score matrix, and `torch.topk` ranks it.
+By name only: every record is behind ours. Their quirks, kept here: log-sum-exp to base 2, latents of 512 + 64, a power
+of two of at least 16 heads, bf16; rows without keys have log-sum-exp 0. Every one of the K slots is read, and what a
+row without keys holds must be finite: it is made so. The indexer writes the whole score matrix; Megatron ranks it by
+`torch.topk`, whose ties are anyone's, the row here by the rule.
 Letters: T query rows, S keys, H heads, C latent width, V value width, K kept keys, H_I / D indexer heads / width.
 """
 
 import importlib
-import importlib.util
 import math
 from types import ModuleType
 
@@ -14,21 +15,29 @@ import torch
 from torch import Tensor
 
 from dsattn.backends import Call
+from dsattn.backends.vendors import select_in_blocks, selected_scores, unmet
+from dsattn.errors import BackendUnavailable
 
 _LN2 = math.log(2)
+_INDEXER_HEADS = 8  # in multiples
 
 
 def requirements(call: Call) -> list[str]:
-    """What `call` of sparse MLA lacks, in words; the packages are looked for, not imported."""
+    """What `call` of sparse MLA, or of `select_keys` where it has no values, lacks; the packages are not imported."""
     needs = {
-        "the packages tilelang and megatron-core": all(map(importlib.util.find_spec, ("tilelang", "megatron"))),
-        "a CUDA GPU": call.device == "cuda",
-        "bfloat16": call.dtype == "bfloat16",
-        "width 576 with 512 values": (call.width, call.value_width) == (576, 512),
-        "a power of two of at least 16 heads": call.heads >= 16 and call.heads.bit_count() == 1,
-        "gradients that need not repeat": not call.deterministic,
+        f"bfloat16 operands, not {call.dtype}": call.dtype == "bfloat16",
+        "precision 'bf16'": call.precision == "bf16",
     }
-    return [need for need, met in needs.items() if not met]
+    if call.value_width:
+        needs |= {
+            "width 576 with 512 values": (call.width, call.value_width) == (576, 512),
+            "a power of two of at least 16 heads": call.heads >= 16 and call.heads.bit_count() == 1,
+            "slots in multiples of 64": call.top_k % 64 == 0,
+            "gradients that need not repeat": not call.deterministic,
+        }
+    else:
+        needs["at most 64 indexer heads, in multiples of 8"] = call.heads <= 64 and call.heads % _INDEXER_HEADS == 0
+    return unmet(needs)
 
 
 def sparse_mla_forward(
@@ -36,13 +45,20 @@ def sparse_mla_forward(
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, V], lse [T, H]), argument for argument as the reference's forward. `sink` must be None.
 
-    Every one of the K slots is read; `length` matters only where it is 0. Raises ImportError without the packages.
+    Raises BackendUnavailable with a sink, ImportError without the packages.
     """
     if sink is not None:
-        raise NotImplementedError("TileLang's sparse MLA has no sink")
+        raise BackendUnavailable("sparse_mla.forward: tilelang has no sink; use backend='auto'")
+    empty = length[:, None] == 0
+    out, lse = bare_forward(q.masked_fill(empty[..., None], 0), kv, index, scale, value_dim)
+    return out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
+
+
+def bare_forward(q: Tensor, kv: Tensor, index: Tensor, scale: float, value_dim: int) -> tuple[Tensor, Tensor]:
+    """(out, lse) where every row has a key. Every one of the K slots is read."""
     run = _megatron("tilelang_sparse_mla_fwd").sparse_mla_fwd_interface
     out, lse = run(q.contiguous(), kv.contiguous()[:, None], index.contiguous()[:, None], sm_scale=scale, d_v=value_dim)
-    return out, (lse * _LN2).masked_fill(length[:, None] == 0, -torch.inf)
+    return out, lse * _LN2
 
 
 def sparse_mla_backward(
@@ -59,21 +75,56 @@ def sparse_mla_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dq, dkv), argument for argument as the reference's backward. fp32 atomics: it cannot be deterministic."""
     if sink is not None or deterministic:
-        raise NotImplementedError("TileLang's sparse MLA backward has no sink and does not repeat bit for bit")
+        raise BackendUnavailable("sparse_mla.backward: tilelang has no sink and does not repeat bit for bit")
+    empty = (length == 0)[:, None, None]
+    grad_out, q, out = (x.masked_fill(empty, 0) for x in (grad_out, q, out))
+    dq, dkv = bare_backward((grad_out, out, lse.masked_fill(empty[..., 0], 0)), q, kv, index, scale)
+    return dq.masked_fill(empty, 0), dkv
+
+
+def bare_backward(
+    saved: tuple[Tensor, Tensor, Tensor], q: Tensor, kv: Tensor, index: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(dq, dkv) where every row has a key. saved: grad_out, out, lse."""
+    grad_out, out, lse = saved
     run = _megatron("tilelang_sparse_mla_bwd").sparse_mla_bwd
-    base2 = (lse / _LN2).masked_fill(length[:, None] == 0, 0.0)
     index = index.contiguous()[:, None]
-    dq, dkv = run(q.contiguous(), kv.contiguous()[:, None], out, grad_out, index, base2, sm_scale=scale)
+    dq, dkv = run(q.contiguous(), kv.contiguous()[:, None], out, grad_out, index, lse / _LN2, sm_scale=scale)
     return dq, dkv[:, 0]
 
 
-def indexer_scores(q: Tensor, k: Tensor, w: Tensor, start: Tensor, stop: Tensor) -> Tensor:
-    """[T, S] fp32 scores, -inf outside of the ranges."""
+def indexer_scores(
+    q: Tensor, k: Tensor, w: Tensor, start: Tensor, stop: Tensor, *, relu: bool = True, clean: bool = True
+) -> Tensor:
+    """[T, S] fp32 scores; outside of the ranges -inf, or anything where not `clean`."""
     run = _megatron("tilelang_indexer_fwd").indexer_fwd_interface
-    return run(q.contiguous(), k.contiguous(), w, start, stop, clean_logits=True)
+    ranges = (start.contiguous(), stop.contiguous())
+    return run(q.contiguous(), k.contiguous(), w, *ranges, clean_logits=clean, use_relu=relu)
 
 
-def select_keys(q: Tensor, k: Tensor, w: Tensor, start: Tensor, stop: Tensor, top_k: int) -> Tensor:
+def select_keys(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    top_k: int,
+    relu: bool,
+    return_scores: bool,
+    block_bytes: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(index [T, K], length [T], score [T, K] or [T, 0]): the arguments of `select_reference`."""
+    operands = (q, k, w)
+
+    def score(part: slice) -> Tensor:
+        return indexer_scores(q[part], k, w[part], start[part], stop[part], relu=relu, clean=False)
+
+    rows = max(block_bytes // (4 * max(len(k), 1)), 1)
+    index, length = select_in_blocks(score, start, stop.clamp(max=len(k)), top_k, rows)
+    return index, length, selected_scores(operands, index, relu) if return_scores else w.new_empty(len(q), 0).float()
+
+
+def topk_of_megatron(q: Tensor, k: Tensor, w: Tensor, start: Tensor, stop: Tensor, top_k: int) -> Tensor:
     """[T, min(K, S)] int32 key rows in torch.topk's order, -1 in slots that a row cannot fill."""
     scores = indexer_scores(q, k, w, start, stop)
     best = scores.topk(min(top_k, scores.shape[1]), sorted=False)

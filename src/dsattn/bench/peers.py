@@ -17,7 +17,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from dsattn.backends import cudnn, deep_gemm, flash_mla, tilelang
+from dsattn.backends import deep_gemm, flash_mla, tilelang
+from dsattn.backends.cudnn import frontend
+from dsattn.backends.cudnn import indexer_kl as cudnn_kl
+from dsattn.backends.cudnn import select as cudnn_scores
+from dsattn.backends.cudnn import select_topk as cudnn_topk
+from dsattn.backends.cudnn import sparse_mla as cudnn_mla
 from dsattn.bench.cases import Operands, Setting
 from dsattn.bench.timing import Run
 from dsattn.bench.trials import Trial, attend
@@ -33,24 +38,32 @@ def _selected(operands: Operands) -> Selection:
     return operands.selection
 
 
-def _sparse_forward(vendor: Any) -> Peer:
-    def prepare(trial: Trial, operands: Operands) -> Run:
-        (q, kv), selection = operands.take("q", "k"), _selected(operands)
-        rest = (selection.index, selection.length, None, trial.scale, trial.setting.shape.value_dim)
-        return lambda: vendor.sparse_mla_forward(q, kv, *rest)
-
-    return prepare
+def _flash_mla(trial: Trial, operands: Operands) -> Run:
+    (q, kv), selection = operands.take("q", "k"), _selected(operands)
+    rest = (selection.index, selection.length, None, trial.scale, trial.setting.shape.value_dim)
+    return lambda: flash_mla.sparse_mla_forward(q, kv, *rest)
 
 
-def _sparse_backward(vendor: Any) -> Peer:
-    def prepare(trial: Trial, operands: Operands) -> Run:
-        (grad_out, q, kv), selection = operands.take("grad_out", "q", "k"), _selected(operands)
-        with torch.no_grad():
-            out, lse = attend("sparse_mla", trial.setting, operands)
-        rest = (selection.index, selection.length, None, out, lse, trial.scale, False)
-        return lambda: vendor.sparse_mla_backward(grad_out, q, kv, *rest)
+def _tilelang_forward(trial: Trial, operands: Operands) -> Run:
+    (q, kv), index = operands.take("q", "k"), _selected(operands).index
+    return lambda: tilelang.bare_forward(q, kv, index, trial.scale, trial.setting.shape.value_dim)
 
-    return prepare
+
+def _attended(trial: Trial, operands: Operands) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        return attend("sparse_mla", trial.setting, operands)
+
+
+def _cudnn_backward(trial: Trial, operands: Operands) -> Run:
+    (grad_out, q, kv), selection = operands.take("grad_out", "q", "k"), _selected(operands)
+    rest = (selection.index, selection.length, None, *_attended(trial, operands), trial.scale, False)
+    return lambda: cudnn_mla.sparse_mla_backward(grad_out, q, kv, *rest)
+
+
+def _tilelang_backward(trial: Trial, operands: Operands) -> Run:
+    (grad_out, q, kv), index = operands.take("grad_out", "q", "k"), _selected(operands).index
+    saved = (grad_out, *_attended(trial, operands))
+    return lambda: tilelang.bare_backward(saved, q, kv, index, trial.scale)
 
 
 def _torch_topk(trial: Trial, operands: Operands) -> Run:
@@ -61,27 +74,39 @@ def _torch_topk(trial: Trial, operands: Operands) -> Run:
 
 def _cudnn_topk(trial: Trial, operands: Operands) -> Run:
     (scores,), stop = operands.take("scores"), trial.setting.ranges.stop
-    return lambda: cudnn.select_topk(scores, stop, trial.setting.shape.top_k)
+    return lambda: cudnn_topk.bare_topk(scores, stop, trial.setting.shape.top_k)[0]
 
 
 def _cudnn_keys(trial: Trial, operands: Operands) -> Run:
     q, k, w = operands.take("q_i", "k_i", "w")
-    return lambda: cudnn.select_keys(q, k, w, _first(trial.setting), trial.setting.shape.top_k)
+    return lambda: _cudnn_selection(q, k, w, trial.setting, ascending=False)
+
+
+def _cudnn_selection(q: Tensor, k: Tensor, w: Tensor, setting: Setting, *, ascending: bool) -> Tensor:
+    """[T, K] int32: scores, then cuDNN's own top-k, in blocks of rows that 4 GiB of its scratch allow."""
+    step, blocks = frontend.rows_per_launch(len(k), 2**32), []
+    stop = setting.ranges.stop.contiguous()
+    for row in range(0, len(q), step):
+        part = slice(row, row + step)
+        scores = cudnn_scores.indexer_scores(q[part], k, w[part], setting.keys - setting.rows + row)
+        blocks.append(cudnn_topk.bare_topk(scores, stop[part], setting.shape.top_k, ascending=ascending)[0])
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
 def _tilelang_keys(trial: Trial, operands: Operands) -> Run:
     q, k, w = operands.take("q_i", "k_i", "w")
     keys = trial.setting.ranges
-    return lambda: tilelang.select_keys(q, k, w, keys.start, keys.stop, trial.setting.shape.top_k)
+    return lambda: tilelang.topk_of_megatron(q, k, w, keys.start, keys.stop, trial.setting.shape.top_k)
 
 
 def _deep_gemm_keys(trial: Trial, operands: Operands) -> Run:
     """fp8 scores; ranked by cuDNN where it is installed, else by torch."""
     q, k, w = operands.take("q_i", "k_i", "w")
-    fp8, keys, top_k = deep_gemm.quantize(q, k, w), trial.setting.ranges, trial.setting.shape.top_k
+    fp8, keys, top_k = deep_gemm.quantized(q, k, w, "fp8"), trial.setting.ranges, trial.setting.shape.top_k
 
     def ranked_by_cudnn() -> Tensor:
-        return cudnn.select_topk(deep_gemm.indexer_scores(fp8, keys.start, keys.stop), keys.stop, top_k)
+        scores = deep_gemm.indexer_scores(fp8, keys.start, keys.stop)
+        return cudnn_topk.bare_topk(scores, keys.stop, top_k)[0]
 
     def ranked_by_torch() -> Tensor:
         scores = deep_gemm.indexer_scores(fp8, keys.start, keys.stop)
@@ -90,20 +115,28 @@ def _deep_gemm_keys(trial: Trial, operands: Operands) -> Run:
     return ranked_by_cudnn if find_spec("cudnn") else ranked_by_torch
 
 
-def _first(setting: Setting) -> int:
-    return setting.keys - setting.rows
+Loss = tuple[Tensor, Tensor, Tensor]  # the sum over rows of the KL, the target and the softmax of the scores, [T, K]
+
+
+def _cudnn_loss(indexer: Loss, attention: Loss, selection: Selection, scale: float) -> Loss:
+    """indexer: q_i, k_i, w. attention: q, kv, lse. Every row has a key."""
+    index, least = selection.index, 1e-30
+    share = cudnn_kl.shares_of_scores(indexer, index, selection.length).masked_fill(index < 0, 0.0)
+    target = cudnn_kl.shares_of_attention(attention, index, selection.length, scale)
+    return (target * (target.clamp_min(least).log() - share.clamp_min(least).log())).sum(), target, share
 
 
 def _cudnn_kl(direction: str) -> Peer:
     def prepare(trial: Trial, operands: Operands) -> Run:
         q_i, k_i, w, q, kv, lse = operands.take("q_i", "k_i", "w", "q", "k", "lse")
         selection, rows = _selected(operands), trial.setting.rows
-        rest = (selection.index, selection.length, trial.scale)
+        rest = ((q, kv, lse), selection, trial.scale)
         if direction == "forward":
-            return lambda: cudnn.indexer_kl_forward((q_i, k_i, w), (q, kv, lse), *rest)[0] / rows
-        _, target, share = cudnn.indexer_kl_forward((q_i, k_i, w), (q, kv, lse), *rest)
+            return lambda: _cudnn_loss((q_i, k_i, w), *rest)[0] / rows
+        _, target, share = _cudnn_loss((q_i, k_i, w), *rest)
+        one = torch.full((1,), 1 / rows, device=q_i.device)
         # The kernel overwrites the target: a copy a call, which costs what its read costs.
-        return lambda: cudnn.indexer_kl_backward((q_i, k_i, w), selection.index, target.clone(), share, rows)
+        return lambda: cudnn_kl.bare_backward((q_i, k_i, w), selection.index, target.clone(), share, one)
 
     return prepare
 
@@ -176,19 +209,21 @@ def _vendor_layer(trial: Trial, operands: Operands) -> Run:
     setting, top_k, scale = trial.setting, trial.setting.shape.top_k, trial.scale
     length = setting.ranges.lengths().clamp(max=top_k)
 
+    one = torch.full((1,), 1 / setting.rows, device=q.device)
+
     def run() -> tuple[Tensor, ...]:
-        index = cudnn.select_keys(q_i, k_i, w, _first(setting), top_k, ascending=True)
+        index = _cudnn_selection(q_i, k_i, w, setting, ascending=True)
         out, lse = flash_mla.sparse_mla_forward(q, kv, index, length, None, scale, setting.shape.value_dim)
-        _, target, share = cudnn.indexer_kl_forward((q_i, k_i, w), (q, kv, lse), index, length, scale)
-        dq, dkv = cudnn.sparse_mla_backward(grad_out, q, kv, index, length, None, out, lse, scale, False)
-        return dq, dkv, *cudnn.indexer_kl_backward((q_i, k_i, w), index, target, share, setting.rows)
+        _, target, share = _cudnn_loss((q_i, k_i, w), (q, kv, lse), Selection(index, length), scale)
+        dq, dkv = cudnn_mla.sparse_mla_backward(grad_out, q, kv, index, length, None, out, lse, scale, False)
+        return dq, dkv, *cudnn_kl.bare_backward((q_i, k_i, w), index, target, share, one)
 
     return run
 
 
 PEERS: dict[str, dict[str, Peer]] = {
-    "sparse_mla.forward": {"flash_mla": _sparse_forward(flash_mla), "tilelang": _sparse_forward(tilelang)},
-    "sparse_mla.backward": {"cudnn": _sparse_backward(cudnn), "tilelang": _sparse_backward(tilelang)},
+    "sparse_mla.forward": {"flash_mla": _flash_mla, "tilelang": _tilelang_forward},
+    "sparse_mla.backward": {"cudnn": _cudnn_backward, "tilelang": _tilelang_backward},
     "dense_gqa.forward": {"torch": _torch_gqa("forward")},
     "dense_gqa.backward": {"torch": _torch_gqa("backward")},
     "select_topk": {"torch": _torch_topk, "cudnn": _cudnn_topk},
@@ -201,9 +236,10 @@ PEERS: dict[str, dict[str, Peer]] = {
 
 
 def peers_of(trial: Trial) -> dict[str, Peer]:
-    """The peers of a trial's operation; none for the loss over every visible key."""
-    dense_loss = trial.op.startswith("indexer_kl") and trial.shape["K"] == 0
-    return {} if dense_loss else PEERS.get(trial.op, {})
+    """The peers of a trial's operation, without the one that serves it; none for the loss over every visible key."""
+    if trial.op.startswith("indexer_kl") and trial.shape["K"] == 0:
+        return {}
+    return {name: peer for name, peer in PEERS.get(trial.op, {}).items() if name != trial.choice.name}
 
 
 def disagreement(trial: Trial, name: str, ours: Any, theirs: Any) -> str:

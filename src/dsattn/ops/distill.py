@@ -159,7 +159,7 @@ def _forward(
     run = choose_forward(q_i, k_i, index, deterministic, backend)
     keys = KeyRange(start, stop)
     loss, score_lse, mass, dscore = run(
-        *(q_i, k_i, w, q, kv, lse, index, length, keys, real, divisor, scale, relu, group)
+        *(q_i, k_i, w, q, kv, lse, index, length, keys, real, divisor, scale, relu, group, None)
     )
     return loss, score_lse, mass, dscore
 

@@ -33,6 +33,7 @@ class _Inputs:
     scale: float
     relu: bool
     group: str
+    target: Tensor | None = None
 
     @property
     def wide(self) -> torch.dtype:
@@ -73,17 +74,19 @@ def forward_reference(
     scale: float,
     relu: bool,
     group: str,
+    target: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, log-sum-exp of the scores [2, T], mass of the target before normalisation [T], dKL/dI [T, K]).
 
     The last is softmax(I) - target of the selected keys, 0 in empty slots and in rows without mass; [T, 0] where all
-    keys are read, which the backward meets again.
+    keys are read, which the backward meets again. target: the sum of the heads' probabilities [T, K] over the selected
+    keys, where somebody has it already; q, kv and lse are not read then. Summed over the group all the same.
 
     KL = sum T log T - sum T I + lse(I) with T = target / mass, accumulated over runs of keys with I taken relative to
     a running maximum, so that large scores cancel before they are rounded. For the same reason the log-sum-exp stays
     in two parts: the maximum, and the log of the sum of exponentials below it.
     """
-    inputs = _Inputs(q_i, k_i, w, q, kv, lse, index, keys, real, scale, relu, group)
+    inputs = _Inputs(q_i, k_i, w, q, kv, lse, index, keys, real, scale, relu, group, target)
     total, mass, entropy, cross = (q_i.new_zeros(q_i.shape[0], dtype=inputs.wide) for _ in range(4))
     peak = torch.full_like(total, -torch.inf)
     dscore = total.new_zeros(len(total), 0 if index is None else index.shape[1])
@@ -106,6 +109,23 @@ def forward_reference(
     live = real & (mass != 0)
     score_lse = torch.stack([torch.where(peak.isfinite(), peak, 0.0), rest])
     return torch.where(live, kl, 0.0).sum() / divisor, score_lse, mass, dscore
+
+
+def attention_shares(q: Tensor, kv: Tensor, index: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """sum_h exp(scale q_h . k - lse_h) of the selected keys: [T, K], 0 in empty slots. kv: [S, C] or [S, G, C].
+
+    fp32, or fp64 where an operand is.
+    """
+    wide = wide_dtype(q, kv)
+    shares_TK = q.new_zeros(index.shape, dtype=wide)
+    attention_SC = with_zero_row(kv.flatten(1), wide)
+    per_key = attention_SC.shape[1] + 3 * q.shape[1]
+    for rows in row_blocks(len(q), wide.itemsize * index.shape[1] * per_key, index.device):
+        read_RK = index[rows] >= 0
+        k_RKGC = gather(attention_SC, gather_index(index[rows], len(kv))).unflatten(-1, (-1, q.shape[2]))
+        q_RHC = q[rows].to(wide).masked_fill(~read_RK.any(1)[:, None, None], 0)  # 0 * NaN must not be met
+        shares_TK[rows] = _target(q_RHC, k_RKGC, lse[rows].to(wide), scale, False).masked_fill(~read_RK, 0)
+    return shares_TK
 
 
 def backward_reference(
@@ -181,7 +201,7 @@ def _tiles(x: _Inputs, *, with_target: bool = True) -> Iterator[_Tile]:
 
     with_target: selected keys only may do without; their target is 0 then.
     """
-    cuts = _shared(x) if x.index is None else _selected(x, x.index, with_target)
+    cuts = _shared(x) if x.index is None else _selected(x, x.index, with_target and x.target is None)
     for rows, where, k_tile, k_attention, read_RW in cuts:
         q_RHD, w_RH = x.q_i[rows].to(x.wide), x.w[rows].to(x.wide)
         if read_RW is not None:  # 0 * NaN must not be met
@@ -191,7 +211,9 @@ def _tiles(x: _Inputs, *, with_target: bool = True) -> Iterator[_Tile]:
         dot_HRW = torch.einsum("rhd,wd->hrw" if shared else "rhd,rwd->hrw", q_RHD, k_tile)
         score_RW = torch.einsum("hrw,rh->rw", dot_HRW.relu() if x.relu else dot_HRW, w_RH)
         target_RW = torch.zeros_like(score_RW)
-        if with_target:
+        if x.target is not None:
+            target_RW = x.target[rows].to(x.wide, copy=True)
+        elif with_target:
             target_RW = _target(x.q[rows].to(x.wide), k_attention, x.lse[rows].to(x.wide), x.scale, shared)
         if read_RW is not None:
             score_RW.masked_fill_(~read_RW, -torch.inf)

@@ -1,8 +1,8 @@
 """Sparse attention and the indexer's loss on the same selection, as one operation whose parts may share work.
 
-The backward of attention recomputes the probabilities whose head sum is the loss's target, so a fused backend gets the
-target for free. Where there is none, the row `composed` runs `sparse_mla` and `indexer_kl` one after the other, each by
-whichever backend serves it; they are also a fused backend's oracle.
+Attention makes the probabilities whose head sum is the loss's target, so a fused forward hands it to `indexer_kl`,
+which need not read the keys again. Where there is none, the row `composed` runs `sparse_mla` and `indexer_kl` one after
+the other, each by whichever backend serves it; they are also a fused backend's oracle.
 Letters: T query rows, S keys, H heads, C latent width, V value width, H_I / D indexer heads / width.
 """
 
@@ -10,15 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsattn.backends import TABLE, Call, choose, resolve_deterministic
+from dsattn.backends import TABLE, Call, Choice, choose, resolve_deterministic
 from dsattn.keys import KeyRange
 from dsattn.ops import softmax
 from dsattn.ops.distill import check_kl, row_weights
 from dsattn.ops.distill import choose_backward as kl_backward
 from dsattn.ops.distill import choose_forward as kl_forward
+from dsattn.ops.distill_reference import attention_shares
+from dsattn.ops.first_use import serve
 from dsattn.ops.indexer import wide_dtype
 from dsattn.ops.operator import operator
-from dsattn.ops.sparse_mla import check_mla, check_selection
+from dsattn.ops.sparse_mla import check_mla, check_selection, forward_reference
 from dsattn.ops.sparse_mla import choose_backward as attention_backward
 from dsattn.ops.sparse_mla import choose_forward as attention_forward
 from dsattn.selection import Selection
@@ -58,12 +60,22 @@ def dsa_attention(
     return _forward(q, kv, sink, q_i, k_i, w, *rows, keys.start, keys.stop, *flags)[:3]
 
 
-def _choose(direction: str, q: Tensor, kv: Tensor, index: Tensor, value_dim: int, deterministic: bool, backend: str):
+def _choose(
+    direction: str, q: Tensor, kv: Tensor, index: Tensor, value_dim: int, deterministic: bool, backend: str
+) -> Choice:
     rest = {"heads": q.shape[1], "width": q.shape[2], "value_width": value_dim, "top_k": index.shape[1]}
     call = Call.of((q, kv), kv.shape[0], deterministic=deterministic, **rest)
     operation = f"dsa_attention.{direction}"
-    named = any(row.name == backend for row in TABLE[operation])  # any other name is for the parts
-    return choose(operation, call, backend if named else "auto").function
+    own = backend == "auto" or any(row.name == backend for row in TABLE[operation])
+    return choose(operation, call, backend if own else "composed")  # any other name is for the parts
+
+
+def _of_part(operation: str, backend: str) -> str:
+    """A name goes to the part that has a row of that name; one that no part has goes to both, which refuse it."""
+    if backend == "composed":
+        return "auto"
+    here = any(row.name == backend for row in TABLE[f"{operation}.forward"] + TABLE[f"{operation}.backward"])
+    return "auto" if not here and any(row.name == backend for row in TABLE["dsa_attention.forward"]) else backend
 
 
 @operator("dsa_attention")
@@ -89,9 +101,16 @@ def _forward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     _choose("backward", q, kv, index, value_dim, deterministic, backend)
-    run = _choose("forward", q, kv, index, value_dim, deterministic, backend) or forward_composed
-    indexer, rows = (q_i, k_i, w), (index, length, real, divisor, start, stop)
-    return run(q, kv, sink, indexer, rows, (scale, kl_weight, relu, group, deterministic, backend), value_dim)
+    choice = _choose("forward", q, kv, index, value_dim, deterministic, backend)
+    part = _of_part("sparse_mla", backend)
+    attend = attention_forward(q, kv, index, value_dim, deterministic, part)  # refuses what has no backward
+    if choice.function is not None:
+        attend = serve("dsa_attention.forward", choice, shares_reference)
+    distill = kl_forward(q_i, k_i, index, deterministic, _of_part("indexer_kl", backend))
+    out, lse, *shares = attend(q, kv, index, length, sink, scale, value_dim)
+    rows = (index, length, KeyRange(start, stop), real, divisor)
+    kl, *saved = distill(q_i, k_i, w, q, kv, lse, *rows, scale, relu, group, shares[0] if shares else None)
+    return out, lse, kl * kl_weight, saved[0], saved[1], saved[2]
 
 
 @_forward.register_fake
@@ -130,7 +149,8 @@ def _backward(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    run = _choose("backward", q, kv, index, out.shape[-1], deterministic, backend) or backward_composed
+    choice = _choose("backward", q, kv, index, out.shape[-1], deterministic, backend)
+    run = choice.function or backward_composed
     indexer, rows = (q_i, k_i, w), (index, length, real, divisor, start, stop)
     saved, flags = (out, lse, score_lse, mass, dscore), (scale, kl_weight, relu, group, deterministic, backend)
     grads = run((grad_out, grad_kl), q, kv, sink, indexer, rows, saved, flags)
@@ -165,26 +185,16 @@ _forward.register_autograd(_autograd, setup_context=_setup)
 Flags = tuple[float, float, bool, str, bool, str]  # scale, kl_weight, relu, group, deterministic, backend
 
 
-def forward_composed(
-    q: Tensor,
-    kv: Tensor,
-    sink: Tensor | None,
-    indexer: tuple[Tensor, ...],
-    rows: tuple[Tensor, ...],
-    flags: Flags,
-    value_dim: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out, lse, weighted kl, and what the loss saves: score_lse, mass, dscore): the two operations in turn."""
-    q_i, k_i, w = indexer
-    index, length, real, divisor, start, stop = rows
-    scale, kl_weight, relu, group, deterministic, backend = flags
-    backend = _of_parts(backend)
-    attend = attention_forward(q, kv, index, value_dim, deterministic, backend)
-    distill = kl_forward(q_i, k_i, index, deterministic, backend)
-    out, lse = attend(q, kv, index, length, sink, scale, value_dim)
-    keys = KeyRange(start, stop)
-    kl, *saved = distill(q_i, k_i, w, q, kv, lse, index, length, keys, real, divisor, scale, relu, group)
-    return out, lse, kl * kl_weight, saved[0], saved[1], saved[2]
+def shares_reference(
+    q: Tensor, kv: Tensor, index: Tensor, length: Tensor, sink: Tensor | None, scale: float, value_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a fused forward returns: (out, lse) of `sparse_mla`, and shares [T, K], the target before it is normalised.
+
+    shares: each selected key's probability among the keys, summed over this rank's heads; fp32 (fp64 for fp64 inputs),
+    0 in empty slots. A sink's mass is ignored.
+    """
+    out, lse = forward_reference(q, kv, index, length, sink, scale, value_dim)
+    return out, lse, attention_shares(q, kv, index, lse, scale)
 
 
 def backward_composed(
@@ -203,15 +213,10 @@ def backward_composed(
     index, length, real, divisor, start, stop = rows
     out, lse, *of_loss = saved
     scale, kl_weight, relu, group, deterministic, backend = flags
-    backend = _of_parts(backend)
-    attend = attention_backward(q, kv, index, out.shape[-1], deterministic, backend)
-    distill = kl_backward(q_i, k_i, index, deterministic, backend)
+    attend = attention_backward(q, kv, index, out.shape[-1], deterministic, _of_part("sparse_mla", backend))
+    distill = kl_backward(q_i, k_i, index, deterministic, _of_part("indexer_kl", backend))
     dq, dkv = attend(grad_out, q, kv, index, length, sink, out, lse, scale, deterministic)
     row_scale, keys = torch.where(real, grad_kl * kl_weight / divisor, 0.0), KeyRange(start, stop)
     target = (q, kv, lse, index, length, keys, real, *of_loss)
     dq_i, dk_i, dw = distill(row_scale, q_i, k_i, w, *target, scale, relu, group, deterministic)
     return dq, dkv, dq_i, dk_i, dw
-
-
-def _of_parts(backend: str) -> str:
-    return "auto" if backend == "composed" else backend

@@ -22,7 +22,7 @@ Arguments = tuple[Any, ...]
 _GATHERED_ROWS, _RANGED_ROWS = 17, 161
 _UNREAD = 13  # keys at the end, besides the first
 _BEYOND = 54  # keys beyond top-k that a row may read
-_OF_ROWS = ("q", "q_i", "w", "grad_out")
+_OF_ROWS = ("q", "q_i", "w", "grad_out", "target")
 _OF_KEYS = ("kv", "k", "v", "k_i")
 # Arguments whose values and shapes say nothing of what a kernel is compiled for.
 _FREE = ("scale", "block_bytes", "group")
@@ -42,6 +42,7 @@ _RESULTS = {
     "dense_gqa.backward": ("dq", "dk", "dv"),
     "indexer_kl.forward": _LOSS,
     "indexer_kl.backward": ("dq_i", "dk_i", "dw"),
+    "dsa_attention.forward": (*_ATTENTION, "shares"),
 }
 
 
@@ -160,8 +161,13 @@ class _Plan:
             return torch.where(self.real, normal.abs() / rows, 0.0)
         if whole:
             normal = normal.round()
+            if self.like.get("precision", "bf16") != "bf16" and name in ("q", "k"):
+                normal = _whole_in_e4m3(normal)
         elif name == "w":
             normal *= 2 * (self.like["q_i"].shape[1] * self.like["q_i"].shape[2]) ** -0.5
+        elif name == "target":
+            assert self.index is not None
+            normal = torch.where(self.index >= 0, normal.abs(), 0.0)
         return normal.masked_fill_(self._unread(name, normal), torch.nan)
 
     def _unread(self, name: str, x: Tensor) -> Tensor:
@@ -189,6 +195,12 @@ class _Plan:
             return KeyRange(self.start, self.stop).mask(self.keys)
         column = torch.where(self.index < 0, self.keys, self.index).long()
         return torch.zeros(len(column), self.keys + 1, dtype=torch.bool).scatter_(1, column, True)[:, : self.keys]
+
+
+def _whole_in_e4m3(x: Tensor) -> Tensor:
+    """The signs of x at 7/4, 7/2 or 7, by the row: a power of two times 448, so nothing is rounded in low precision."""
+    scale = 1.75 * 2.0 ** (torch.arange(len(x)) % 3)
+    return x.sign() * scale.view(-1, *[1] * (x.dim() - 1))
 
 
 def _ranges_beyond(top_k: int) -> tuple[Tensor, Tensor, int]:

@@ -14,11 +14,8 @@ ONE_GROUP = 128
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("heads", "width", "deterministic", "shares", "with_sink"),
-    [
-        (100, 576, True, True, True),
-        (64, 512, False, False, False),
-    ],
+    ("heads", "width", "deterministic", "with_sink"),
+    [(100, 576, True, True), (64, 576, True, False), (64, 512, False, False)],
 )
 def test_compiles_for_hopper(
     launches: list,
@@ -26,7 +23,6 @@ def test_compiles_for_hopper(
     heads: int,
     width: int,
     deterministic: bool,
-    shares: bool,
     with_sink: bool,
 ) -> None:
     from dsattn.backends.hopper import sparse_mla
@@ -37,15 +33,14 @@ def test_compiles_for_hopper(
     index, length = torch.zeros(rows, slots, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
     sink = torch.zeros(heads) if with_sink else None
     operands = (out, q, q.new_zeros(keys, width), index, length, sink, out, torch.zeros(rows, heads), 0.1)
-    run = sparse_mla.sparse_mla_backward_with_shares if shares else sparse_mla.sparse_mla_backward
-    run(*operands, deterministic)
+    sparse_mla.sparse_mla_backward(*operands, deterministic)
     (launch,) = (launch for launch in launches if launch.kernel is backward_kernel)
     assert launch.grid == (rows * (2 if heads > 64 else 1),)
     got = assemble(launch)
     assert got.complaints == []
     assert got.shared <= SHARED
     assert got.registers <= 65536 // (3 * ONE_GROUP)
-    assert got.spills <= 128
+    assert got.spills <= (128 if heads % 64 == 0 else 256)
     # S, dP, dq and dk in steps of 16 channels, heads or keys; keys arrive, and dk leaves, 16 bytes at a time.
     assert got.ptx.count("wgmma.mma_async") == (width + 512) // 16 + (4 * (width // 256 + width % 256 // 64)) + (
         4 * (width + 512) // 64

@@ -51,6 +51,22 @@ MANIFEST = {
             "ops/test_on_gpu.py::test_selection_bits_do_not_depend_on_blocks_or_neighbours",
         ),
     ),
+    "triton/select_scores.py": Shown(
+        exact=(
+            "backends/triton/test_select.py::test_keys_against_sorted_python_numbers",
+            "backends/triton/test_select_scores.py::test_whole_numbers_give_the_selection_of_the_rule",
+            "backends/triton/test_select_scores.py::test_within_the_bar",
+        ),
+        repeats=(
+            "backends/triton/test_select.py::test_bits_do_not_depend_on_blocks_or_company",
+            "backends/triton/test_select_scores.py::test_bits_follow_from_row_and_key_alone",
+        ),
+    ),
+    "triton/quantize.py": _shown(
+        "backends/triton/test_quantize.py",
+        *("test_bytes_and_scales", "test_strides_and_factors"),
+        repeats="test_repeats_at_any_size",
+    ),
     "triton/sparse_mla.py": _shown(
         "backends/triton/test_sparse_mla.py",
         *("test_shapes", "test_layouts", BUDGET),
@@ -72,6 +88,16 @@ MANIFEST = {
     "hopper/sparse_mla_backward.py": HOPPER,
     "hopper/sparse_mla_reduce.py": HOPPER,
     "hopper/sparse_mla_tiles.py": HOPPER,
+    "hopper/dsa_attention.py": _shown(
+        "backends/hopper/test_dsa_attention.py",
+        *("test_shares_are_sums_over_heads", "test_equals_the_composed_operation"),
+        repeats="test_equals_the_composed_operation",
+    ),
+    "hopper/select_scores.py": _shown(
+        "backends/hopper/test_select.py",
+        "test_whole_numbers_give_the_selection_of_the_rule",
+        repeats="test_bits_follow_from_row_and_key_alone",
+    ),
 }
 
 

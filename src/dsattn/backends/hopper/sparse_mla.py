@@ -19,9 +19,9 @@ WIDTHS = (512, 576)
 VALUE_WIDTH = 512
 HEADS = 64  # of one block of threads
 
-# From so many keys on dkv outgrows the L2. Writing contributions and summing them takes 3 % more than atomics here, a
-# third less at 131072 keys, and repeats bit for bit.
-CONTRIBUTIONS_FROM = 32768
+# From so many keys on dkv is so much larger than the L2 that writing contributions and summing them beats atomics: 5 %
+# slower at 32768 keys, 28 % faster at 65536, a third at 131072; and the same bits every time.
+CONTRIBUTIONS_FROM = 40960
 # Scratch of that route: rows are taken in runs whose contributions fit.
 SCRATCH_BYTES = 2**31
 
@@ -50,21 +50,36 @@ def sparse_mla_forward(
     q: [T, H, C], kv: [S, C], bf16, C of 512 or 576; value_dim: 512. Online softmax over tiles of 64 gathered keys, fp32
     sums; rows stop at `length`. Raises BackendUnavailable where kv is not bf16, which dispatch cannot see in q.
     """
+    rows, heads, _ = q.shape
+    out = q.new_empty(rows, heads, value_dim)
+    lse = q.new_empty(rows, heads, dtype=torch.float32)
+    attend(q, kv, index, length, sink, scale, (out, lse), (None, None))
+    return out, lse
+
+
+def attend(
+    q: Tensor,
+    kv: Tensor,
+    index: Tensor,
+    length: Tensor,
+    sink: Tensor | None,
+    scale: float,
+    results: tuple[Tensor, Tensor],
+    left: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """Fill results: out and lse; and left, unless it is None: P and its tops, see `forward_kernel`."""
     from dsattn.backends.hopper.sparse_mla_forward import forward_kernel
 
     _check_dtypes(q, kv)
     rows, heads, width = q.shape
-    out = q.new_empty(rows, heads, value_dim)
-    lse = q.new_empty(rows, heads, dtype=torch.float32)
     tasks = rows * blocks_of_heads(heads)
     if tasks == 0:
-        return out, lse
+        return
     q, scale, _ = _positive(q, scale)
-    operands = (aligned(q), aligned(kv), index.contiguous(), length.contiguous(), _contiguous(sink), out, lse)
+    operands = (aligned(q), aligned(kv), index.contiguous(), length.contiguous(), _contiguous(sink), *results, *left)
     grid = (min(tasks, _processors(q.device)),)
     with torch.cuda.device_of(q):
         launch(forward_kernel, grid, *operands, scale, 0, tasks, index.shape[1], H=heads, C=width, num_warps=4)
-    return out, lse
 
 
 def sparse_mla_backward(
@@ -85,47 +100,6 @@ def sparse_mla_backward(
     rows writes what its slots contribute in bf16, and these are summed by key in the order of rows. A row's keys are
     distinct, as a Selection promises. Raises BackendUnavailable where kv is not bf16.
     """
-    operands = (grad_out, q, kv, index, length, sink, out, lse, scale)
-    return _backward(*operands, by_atomics(kv.shape[0], deterministic), None)
-
-
-def sparse_mla_backward_with_shares(
-    grad_out: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    index: Tensor,
-    length: Tensor,
-    sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dkv, shares [T, K] fp32): also each key's probability among the keys, summed over heads; 0 in empty slots.
-
-    Divided by its row's sum it is the target of the indexer's loss. A sink's mass is ignored; where a sink leaves the
-    keys nothing at all (a logit of +inf) the shares are NaN. Summed in fp32 from probabilities rounded to bf16.
-    """
-    shares = torch.zeros(q.shape[0], blocks_of_heads(q.shape[1]), index.shape[1], device=q.device)
-    operands = (grad_out, q, kv, index, length, sink, out, lse, scale)
-    dq, dkv = _backward(*operands, by_atomics(kv.shape[0], deterministic), shares)
-    return dq, dkv, shares.sum(1)
-
-
-def _backward(
-    grad_out: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    index: Tensor,
-    length: Tensor,
-    sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    atomic: bool,
-    shares: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """atomic: dkv by atomics, not by contributions. shares: None, or [T, blocks of heads, K] fp32 zeros to fill."""
     from dsattn.backends.hopper import sparse_mla_reduce as reduce
     from dsattn.backends.hopper.sparse_mla_backward import backward_kernel
 
@@ -140,10 +114,11 @@ def _backward(
     index, length, lse, sink = index.contiguous(), length.contiguous(), lse.contiguous(), _contiguous(sink)
     with torch.cuda.device_of(q):
         before = (grad_out, aligned(q), aligned(kv), index, length)
+        atomic = by_atomics(keys, deterministic)
         constants = {"H": heads, "C": width, "ATOMIC": atomic, "num_warps": 4}
 
         def run(first: int, count: int, line: Tensor, target: Tensor) -> None:
-            after = (line, out, lse, sink, dq, target, shares, scale, first, 0, slots)
+            after = (line, out, lse, sink, dq, target, scale, first, 0, slots)
             launch(backward_kernel, (count * blocks,), *before, *after, **constants)
 
         if atomic:

@@ -38,6 +38,7 @@ from dsattn.backends.hopper.sparse_mla_tiles import (
     barrier,
     copies,
     copy_heads,
+    leaving,
     load_index,
 )
 
@@ -56,15 +57,6 @@ DELTA_FULL = gl.constexpr(7)
 
 # Registers a thread of `keys` and `gather`; `queries` gets what 504 leave.
 REGISTERS = gl.constexpr([256, 24])
-
-
-@gluon.constexpr_function
-def leaving(vector):
-    """Layout of a [64, 64] product in register order: `vector` neighbouring columns a thread, no data moved."""
-    columns = [1, 2, 16, 32] if vector == 4 else [1, 2, 4, 32]
-    registers = [*([0, column] for column in columns), [8, 0]]
-    lanes = [[0, vector], [0, 2 * vector], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 64])
 
 
 @gluon.jit
@@ -203,10 +195,7 @@ def _keys(
     line,
     dq,
     dk,
-    shares,
     out,
-    lse,
-    sink,
     zero,
     heads,
     count,
@@ -218,13 +207,10 @@ def _keys(
     p_shared,
     ds_shared,
     delta_shared,
-    regain_shared,
     bars,
     C: gl.constexpr,
     STRIDE: gl.constexpr,
     ATOMIC: gl.constexpr,
-    SHARES: gl.constexpr,
-    SINK: gl.constexpr,
 ):
     """delta; dq of the channels from 256 on; dk of each tile, 64 channels at a time.
 
@@ -237,12 +223,6 @@ def _keys(
     channel = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, OUT)), 0)
     mbarrier.wait(bars.index(ROW_FULL), 0)
     delta_shared.store(_delta(out, grad_shared.index(0), heads))
-    if SHARES and SINK:
-        # What makes P a probability among the keys only.
-        head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, copies()))
-        real = head < heads
-        logit = gl.load(sink + head, mask=real, other=0.0).to(gl.float32)
-        regain_shared.store(1.0 + gl.exp(logit - gl.load(lse + head, mask=real, other=0.0)))
     barrier()
     mbarrier.arrive(bars.index(DELTA_FULL), count=1)
     dq_right = gl.zeros([HEADS, HALF], gl.float32, WIDE)
@@ -272,8 +252,6 @@ def _keys(
         if C > V:
             mbarrier.arrive(bars.index(LEFT_FREE), count=1)
         mbarrier.arrive(bars.index(DONE), count=1)
-        if SHARES:
-            _store_shares(p_t, shares, regain_shared, line, first, count, SINK)
         for j in gl.static_range(V // 64):
             add = warpgroup_mma(p_t, grad.slice(j * 64, 64, dim=1), add, use_acc=False, is_async=True)
             add = warpgroup_mma(ds_t, q.slice(j * 64, 64, dim=1), add, is_async=True)
@@ -286,17 +264,6 @@ def _keys(
     store_heads(dq_right, dq, heads, HALF, C)
     if C > V:
         store_heads(dq_rope, dq, heads, V, C)
-
-
-@gluon.jit
-def _store_shares(p_t, shares, regain_shared, line, first, count, SINK: gl.constexpr):
-    """Sum p_t [64 keys, 64 heads] over heads into the row's shares [K]; empty slots stay as they are."""
-    LAYOUT: gl.constexpr = p_t.type.layout
-    p = p_t.to(gl.float32)
-    if SINK:
-        p = p * gl.expand_dims(regain_shared.load(gl.SliceLayout(0, LAYOUT)), 0)
-    slot = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
-    gl.store(shares + slot, gl.sum(p, 1), mask=load_index(line, first, count, gl.SliceLayout(1, LAYOUT)) >= 0)
 
 
 @gluon.jit
@@ -313,7 +280,7 @@ def _leave(add, pointers, live, ATOMIC: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=["first_row", "zero", "slots"],
-    do_not_specialize_on_alignment=["index", "length", "line", "lse", "sink", "shares"],
+    do_not_specialize_on_alignment=["index", "length", "line", "lse", "sink"],
 )
 def backward_kernel(
     grad_out,
@@ -327,7 +294,6 @@ def backward_kernel(
     sink,
     dq,
     dk,
-    shares,
     scale,
     first_row,
     zero,
@@ -343,8 +309,6 @@ def backward_kernel(
     lse: [T, H] fp32, sink: [H] or None. zero: 0, which the compiler must not know.
     ATOMIC: dk is [S, C] fp32 to add to, line is index. Otherwise line is [rows of this launch, slots] int32, -1 in
     empty slots, and dk [lines, blocks of heads, C] bf16 to write.
-    shares: None, or [T, blocks of heads, slots] fp32, zeros, which get each key's probability among the keys, summed
-    over the block's heads, from P in bf16.
     """
     BLOCKS: gl.constexpr = (H + HEADS - 1) // HEADS
     block = gl.program_id(0) % BLOCKS
@@ -367,9 +331,7 @@ def backward_kernel(
     ds_shared = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, KEYS], SHARED)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     delta_shared = gl.allocate_shared_memory(gl.float32, [HEADS], VECTOR)
-    SHARES: gl.constexpr = shares is not None
     SINK: gl.constexpr = sink is not None
-    regain_shared = gl.allocate_shared_memory(gl.float32, [HEADS], VECTOR) if SHARES and SINK else delta_shared
     bars = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
     mbarrier.init(bars.index(LEFT_FULL), count=128)
     mbarrier.init(bars.index(RIGHT_FULL), count=128)
@@ -395,10 +357,6 @@ def backward_kernel(
     else:
         line += run_row.to(gl.int64) * slots
         dk += block * C
-    if SHARES:
-        shares += (row * BLOCKS + block) * slots
-    else:
-        shares = lse
     if SINK:
         sink += block * HEADS
     else:
@@ -415,9 +373,9 @@ def backward_kernel(
                 C, SINK,
             )),
             (_keys, (
-                line, dq, dk, shares, out, lse, sink, zero, heads, count,
-                q_shared, q_rope, grad_shared, k_right, k_rope, p_shared, ds_shared, delta_shared, regain_shared, bars,
-                C, STRIDE, ATOMIC, SHARES, SINK,
+                line, dq, dk, out, zero, heads, count,
+                q_shared, q_rope, grad_shared, k_right, k_rope, p_shared, ds_shared, delta_shared, bars,
+                C, STRIDE, ATOMIC,
             )),
             (_gather, (kv, index, count, k_left, k_right, k_rope, bars, C)),
         ],

@@ -8,6 +8,8 @@ of shared memory: q of the task, two tiles of keys, P. The next task's keys and 
     left     out of the first 256 channels
     right    out of the other 256
 
+Asked for what the indexer's loss needs, `scores` also leaves P and the tops that it is relative to; once a row's lse is
+known, `sparse_mla_shares` sums them over heads.
 Letters: T query rows, S keys, H heads, C = 512 or 576 latent width, V = 512 value width, K kept keys.
 """
 
@@ -31,6 +33,7 @@ from dsattn.backends.hopper.sparse_mla_tiles import (
     barrier,
     copies,
     copy_heads,
+    leaving,
     load_index,
 )
 
@@ -107,6 +110,8 @@ def _scores(
     length,
     sink,
     lse,
+    p_left,
+    top_left,
     scale,
     zero,
     tasks,
@@ -122,12 +127,18 @@ def _scores(
     H: gl.constexpr,
     C: gl.constexpr,
     SINK: gl.constexpr,
+    LEAVES: gl.constexpr,
 ):
     """P of each tile relative to the row's top so far, and lse."""
     BLOCKS: gl.constexpr = (H + HEADS - 1) // HEADS
     TILE: gl.constexpr = accumulator(KEYS)
     ROW: gl.constexpr = gl.SliceLayout(1, TILE)
     COLUMN: gl.constexpr = gl.SliceLayout(0, TILE)
+    if LEAVES:
+        OUT: gl.constexpr = leaving(8)
+        p_head = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, OUT)), 1)
+        place = p_head * KEYS + gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(0, OUT)), 0)
+        tiles = (slots + KEYS - 1) // KEYS
     scale2 = scale * LOG2_E
     s = gl.zeros([HEADS, KEYS], gl.float32, TILE)
     tile = 0
@@ -179,6 +190,11 @@ def _scores(
             fence_async_shared()
             barrier()
             mbarrier.arrive(bars.index(P_FULL), count=1)
+            if LEAVES:
+                at = task.to(gl.int64) * tiles + first // KEYS
+                ordered = p.to(gl.bfloat16).reshape(HEADS, 2, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(HEADS, KEYS)
+                gl.store(p_left + (at * (HEADS * KEYS) + place), gl.convert_layout(ordered, OUT))
+                gl.store(top_left + (at * HEADS + gl.arange(0, HEADS, layout=ROW)), shift)
             if not last:  # the other groups are at work already
                 total = total * shrink + gl.sum(p, 1)
             tile += 1
@@ -251,6 +267,8 @@ def forward_kernel(
     sink,
     out,
     lse,
+    p_left,
+    top_left,
     scale,
     zero,
     tasks,
@@ -263,6 +281,8 @@ def forward_kernel(
 
     q: [T, H, C], kv: [S, C], out: [T, H, V], bf16. index: [T, slots] int32, length: [T] int32, sink: [H] or None,
     lse: [T, H] fp32. scale: above 0. zero: 0, which the compiler must not know.
+    p_left, top_left: None, or [tasks, tiles, 64 heads, 64 keys] bf16 and [tasks, tiles, 64 heads] fp32, which get
+    exp2(scale' q . k - top) and top of every tile with keys; scale' is to the base 2, keys are in register order.
     """
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -290,6 +310,10 @@ def forward_kernel(
     SINK: gl.constexpr = sink is not None
     if not SINK:
         sink = lse
+    LEAVES: gl.constexpr = p_left is not None
+    if not LEAVES:
+        p_left = lse
+        top_left = lse
     # fmt: off
     gl.warp_specialize(
         [
@@ -300,8 +324,8 @@ def forward_kernel(
                 length, out, zero, tasks, slots, k_shared, p_shared, shrink_shared, factor_shared, bars, H, 256,
             )),
             (_scores, (
-                index, length, sink, lse, scale, zero, tasks, slots,
-                q_shared, q_rope, k_shared, k_rope, p_shared, shrink_shared, factor_shared, bars, H, C, SINK,
+                index, length, sink, lse, p_left, top_left, scale, zero, tasks, slots,
+                q_shared, q_rope, k_shared, k_rope, p_shared, shrink_shared, factor_shared, bars, H, C, SINK, LEAVES,
             )),
             (_gather, (q, kv, index, length, tasks, slots, q_shared, q_rope, k_shared, k_rope, bars, H, C)),
         ],

@@ -29,6 +29,15 @@ def copies():
     return gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
 
+@gluon.constexpr_function
+def leaving(vector):
+    """Layout of a [64, 64] product in register order: `vector` neighbouring columns a thread, no data moved."""
+    columns = [1, 2, 16, 32] if vector == 4 else [1, 2, 4, 32]
+    registers = [*([0, column] for column in columns), [8, 0]]
+    lanes = [[0, vector], [0, 2 * vector], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 64])
+
+
 @gluon.jit
 def load_index(index, first, count, LAYOUT: gl.constexpr):
     """KEYS slots of a row from `first` on; -1 from `count` on, where nothing is read."""

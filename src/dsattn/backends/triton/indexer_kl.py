@@ -25,6 +25,7 @@ from dsattn.backends.triton.indexer_kl_rows import (
     lines_of,
     meet,
     row_blocks,
+    sum_over_,
 )
 from dsattn.backends.triton.launch import launch
 from dsattn.errors import BackendUnavailable
@@ -78,9 +79,11 @@ def indexer_kl_forward(
     scale: float,
     relu: bool,
     group: str,
+    target: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, score_lse [2, T], mass [T], dscore [T, K]) of `forward_reference`, in fp32; dscore is [T, 0] for ranges.
 
+    target: [T, K] fp32, of selected keys, where somebody has it already.
     Raises BackendUnavailable where any operand is fp64.
     """
     _refuse_fp64(q_i, k_i, w, q, kv, lse)
@@ -99,8 +102,8 @@ def indexer_kl_forward(
         if index is None:
             ranges_forward((q_i, k_i, w), (q, kv, lse.contiguous()), lines, scale, relu, group, row_values)
         else:
-            target = (q, kv, lse.contiguous(), lines, scale, group)
-            _selected_forward((q_i, k_i, w.contiguous()), target, relu, dscore, score_lse, row_values)
+            made_from = (q, kv, lse.contiguous(), lines, scale, group)
+            _selected_forward((q_i, k_i, w.contiguous()), made_from, target, relu, dscore, score_lse, row_values)
     return loss.sum() / divisor, score_lse, mass, dscore
 
 
@@ -154,21 +157,27 @@ def _refuse_fp64(*operands: Tensor) -> None:
 
 def _selected_forward(
     indexer: tuple[Tensor, Tensor, Tensor],
-    target_of: tuple[Tensor, Tensor, Tensor, Lines, float, str],
+    made_from: tuple[Tensor, Tensor, Tensor, Lines, float, str],
+    target: Tensor | None,
     relu: bool,
     dscore: Tensor,
     score_lse: Tensor,
     row_values: tuple[Tensor, ...],
 ) -> None:
-    """Scores stand in dscore until they become it."""
-    q, kv, lse, lines, scale, group = target_of
+    """Scores stand in dscore until they become it. made_from: what the target is made from, where none is given."""
+    q, kv, lse, lines, scale, group = made_from
     rows, top_k = dscore.shape
     blocks = row_blocks(rows, 4 * top_k, SCRATCH_BYTES)
-    target = torch.empty(blocks[0].stop, top_k, dtype=torch.float32, device=q.device)
+    scratch = dscore.new_empty(blocks[0].stop, top_k)
     _fill_scores(*indexer, lines, relu, dscore)
     for block in blocks:
-        part = target[: block.stop - block.start]
-        fill_target(q, kv, lse, lines, scale, group, block, part)
+        part = scratch[: block.stop - block.start]
+        if target is None:
+            fill_target(q, kv, lse, lines, scale, group, block, part)
+        elif group:
+            sum_over_(part.copy_(target[block]), group)
+        else:
+            part = target[block].contiguous()
         fill_loss(dscore[block], part, lines, block, row_values)
         fill_dscore(dscore[block], part, lines, block, score_lse, row_values[3])
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsattn.backends.triton.indexer_kl_rows import Lines, fill_dscore, fill_loss, fill_target, hull, row_blocks
 from dsattn.backends.triton.launch import launch
-from dsattn.backends.triton.select import _score
+from dsattn.backends.triton.select_scores import score_rows
 
 SCRATCH_BYTES = 2**28
 _MOST_SHARES = 16
@@ -117,7 +117,7 @@ def _fill(
 ) -> None:
     q_i, k_i, w = indexer
     assert lines.begin is not None
-    _score(q_i, k_i, w, lines.begin, lines.end, relu, scores, block.start)
+    score_rows(q_i, k_i, w, lines.begin, lines.end, relu, scores, block.start)
     fill_target(*target_of, lines, scale, group, block, target)
 
 

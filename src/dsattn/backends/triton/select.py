@@ -1,8 +1,6 @@
 """Selection on any GPU that Triton serves: scores of a block of rows into a buffer, then the exact top-k of every row.
 
-Scores. A program multiplies one tile of keys with all heads of a few query rows and sums the heads in its registers.
-Head bits are the low bits of a tile's columns, so every row is summed by the same tree, and products are not fused with
-sums (the compiler might fuse differently from place to place): a score's bits come from its row and key alone.
+Scores come from `select_scores`; in mxfp8 their operands are bf16, which holds its values exactly.
 
 Top-k. One program a row, no atomics. Scores become int32 of the same order. Rows of up to CAPACITY keys are held in
 registers and their cut-off is found by cutting its interval in four, again and again. Longer rows are sampled first; a
@@ -11,9 +9,10 @@ reach, and counts. Between K and CAPACITY of them: they are what a short row wou
 interval and the pass is repeated: the pivot is luck, the result is not. Where a pivot's ties alone cross K, it is the
 cut-off. A last pass, over the candidates or the row, writes what is above the cut-off and the first of what equals it.
 
-Letters: R rows and H padded heads of a tile, N its keys, D padded width, K kept keys.
+Letters: T query rows, S keys, H heads, D width, K kept keys.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -23,7 +22,11 @@ from torch import Tensor
 
 from dsattn.backends import Call
 from dsattn.backends.triton.launch import launch
+from dsattn.backends.triton.quantize import to_e4m3
+from dsattn.backends.triton.select_scores import processors as processors
+from dsattn.backends.triton.select_scores import score_rows
 from dsattn.errors import BackendUnavailable
+from dsattn.quantize import from_mxfp8, to_mxfp8
 
 MOST_TOP_K = 4096
 _MOST_HEADS = 64
@@ -33,9 +36,8 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _NOTHING = tl.constexpr(-(2**31))  # NaN, -inf
 _LOWEST = tl.constexpr(-0x7F800000)  # the lowest finite score
 _BEYOND = tl.constexpr(0x7F800001)  # one above +inf
-_BAND = tl.constexpr(16)  # row tiles that read the same keys at about the same time
 
-_CHUNK = 4096  # keys of one scoring program at most
+_E4M3, _MXFP8 = torch.float8_e4m3fn, torch.bfloat16  # what holds low precision: exactly, so any wider would do
 _SAMPLE = 4096
 _WARPS = 16
 _BLOCK = 4 * 32 * _WARPS  # four scores a thread
@@ -52,6 +54,8 @@ def requirements(call: Call) -> list[str]:
         f"at most {_MOST_HEADS} indexer heads": call.heads <= _MOST_HEADS,
         f"an indexer width of at most {_MOST_WIDTH}": call.width <= _MOST_WIDTH,
         f"top_k of at most {MOST_TOP_K}": call.top_k <= MOST_TOP_K,
+        "compute capability 8.9 or above for fp8": call.precision != "fp8" or call.capability >= 89,
+        "a GPU before Blackwell for mxfp8, made in bf16": call.precision != "mxfp8" or call.capability < 100,
     }
     return [need for need, met in needs.items() if not met]
 
@@ -77,8 +81,9 @@ def select_keys(
     relu: bool,
     return_scores: bool,
     block_bytes: int,
+    precision: str = "bf16",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(index [T, K], length [T], score [T, K] or [T, 0]): the arguments of `select_reference`.
+    """(index [T, K], length [T], score [T, K] or [T, 0]): the arguments of `low_precision_reference`.
 
     A block of at least one row is scored at once, over all keys: 4 bytes a key are the least `block_bytes` can mean.
     Raises BackendUnavailable where k or w is fp64, which dispatch cannot see in q.
@@ -88,11 +93,17 @@ def select_keys(
     if q.dtype != k.dtype:
         q, k = q.to(torch.promote_types(q.dtype, k.dtype)), k.to(torch.promote_types(q.dtype, k.dtype))
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    return select_blocks(_score, q, k, w, start, stop, top_k, relu, return_scores, block_bytes)
+    score = score_rows
+    if precision == "fp8":
+        (q, w), (k, key_scale) = to_e4m3(q, w, dtype=_E4M3), to_e4m3(k, dtype=_E4M3)
+        score = functools.partial(score_rows, key_scale=key_scale)
+    elif precision == "mxfp8":
+        q, k = (from_mxfp8(*to_mxfp8(x)).to(_MXFP8) for x in (q, k))
+    return select_blocks(score, q, k, w, start, stop, top_k, relu, return_scores, block_bytes)
 
 
 def select_blocks(
-    score_rows: Callable[..., None],
+    fill: Callable[..., None],
     q: Tensor,
     k: Tensor,
     w: Tensor,
@@ -103,7 +114,7 @@ def select_blocks(
     return_scores: bool,
     block_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`select_keys`, where `score_rows` fills a block of scores as `_score` does."""
+    """`select_keys`, where `fill` makes a block of scores as `score_rows` does."""
     rows, keys, device = q.shape[0], k.shape[0], q.device
     index = torch.empty(rows, top_k, dtype=torch.int32, device=device)
     length = torch.empty(rows, dtype=torch.int32, device=device)
@@ -114,7 +125,7 @@ def select_blocks(
         part = slice(first, min(first + step, rows))
         ranges = start[part], stop[part]
         scores = buffer[: part.stop - first]
-        score_rows(q, k, w, start, stop, relu, scores, first)
+        fill(q, k, w, start, stop, relu, scores, first)
         _rank(scores, keys, *ranges, index[part], length[part], score[part])
     return index, length, score
 
@@ -143,158 +154,6 @@ def _needs_candidates(keys: int, top_k: int) -> bool:
 def _programs(device: torch.device) -> int:
     """Rows ranked at once: as many programs as the processors hold."""
     return 4 * processors(device)
-
-
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def _score(
-    q: Tensor, k: Tensor, w: Tensor, start: Tensor, stop: Tensor, relu: bool, scores: Tensor, first: int = 0
-) -> None:
-    """Fill `scores` [rows, whole tiles of keys] wherever a row may read; elsewhere anything may stand.
-
-    first: the row of q, w, start and stop that the first of `scores` belongs to. Parts of q would begin at addresses
-    that are aligned here and not there, which compiles the kernel twice.
-    """
-    (_, heads, width), rows, keys = q.shape, scores.shape[0], k.shape[0]
-    if not rows or not keys:
-        return
-    exact = q.dtype == torch.float32
-    padded_width = max(triton.next_power_of_2(width), 16)
-    columns = 128 if exact else 256
-    tile_heads = max(triton.next_power_of_2(heads), 4)
-    tiles = triton.cdiv(rows, columns // tile_heads)
-    chunk = _CHUNK
-    while chunk > 256 and tiles * triton.cdiv(keys, chunk) < 8 * processors(q.device):
-        chunk //= 2
-    bands = triton.cdiv(tiles, _BAND.value)
-    launch(
-        _score_kernel,
-        (bands * _BAND.value * triton.cdiv(keys, chunk),),
-        q,
-        k,
-        w,
-        start,
-        stop,
-        scores,
-        first,
-        rows,
-        keys,
-        tiles,
-        triton.cdiv(keys, chunk),
-        chunk // 64,
-        scores.stride(0) // 64,
-        *q.stride()[:2],
-        k.stride(0),
-        *w.stride(),
-        start.stride(0),
-        stop.stride(0),
-        HEADS=heads,
-        WIDTH=width,
-        TILE_HEADS=tile_heads,
-        TILE_ROWS=columns // tile_heads,
-        TILE_KEYS=64,
-        TILE_WIDTH=padded_width,
-        STEP_WIDTH=16 if exact else padded_width,
-        RELU=relu,
-        num_warps=4,
-        num_stages=3,
-        enable_fp_fusion=False,
-    )
-
-
-@triton.jit(
-    do_not_specialize=[
-        *("first", "rows", "keys", "tiles", "chunks", "chunk_tiles", "scores_stride"),
-        *("w_row", "w_head", "start_row", "stop_row"),
-    ],
-    do_not_specialize_on_alignment=["w_ptr", "start_ptr", "stop_ptr"],  # parts of tensors begin anywhere
-)
-def _score_kernel(
-    q_ptr,
-    k_ptr,
-    w_ptr,
-    start_ptr,
-    stop_ptr,
-    scores_ptr,
-    first,
-    rows,
-    keys,
-    tiles,
-    chunks,
-    chunk_tiles,
-    scores_stride,
-    q_row,
-    q_head,
-    k_row,
-    w_row,
-    w_head,
-    start_row,
-    stop_row,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    TILE_WIDTH: tl.constexpr,
-    STEP_WIDTH: tl.constexpr,
-    RELU: tl.constexpr,
-):
-    """Scores of TILE_ROWS rows, from `first` on, against a chunk of keys.
-
-    scores_stride and chunk_tiles count tiles of TILE_KEYS.
-    """
-    COLUMNS: tl.constexpr = TILE_ROWS * TILE_HEADS
-    program = tl.program_id(0)
-    band = program // (_BAND * chunks)
-    chunk = (program // _BAND) % chunks
-    tile = tiles - 1 - (band * _BAND + program % _BAND)  # the last rows first: causal rows are longest there
-    if tile < 0:
-        return
-    first_row = tile.to(tl.int64) * TILE_ROWS
-    row_R = first_row + tl.arange(0, TILE_ROWS)
-    start_R = tl.load(start_ptr + (first + row_R) * start_row, mask=row_R < rows, other=0)
-    stop_R = tl.minimum(tl.load(stop_ptr + (first + row_R) * stop_row, mask=row_R < rows, other=0), keys)
-    begin = tl.min(tl.where(start_R < stop_R, tl.maximum(start_R, 0), keys))
-    end = tl.max(tl.where(start_R < stop_R, stop_R, 0))
-    begin = tl.maximum(begin // TILE_KEYS, chunk * chunk_tiles)
-    end = tl.minimum(tl.cdiv(end, TILE_KEYS), (chunk + 1) * chunk_tiles)
-    if begin >= end:
-        return
-
-    column_C = tl.arange(0, COLUMNS)
-    row_C = first_row + column_C // TILE_HEADS
-    head_C = column_C % TILE_HEADS
-    live_C = (row_C < rows) & (head_C < HEADS)
-    w_C = tl.load(w_ptr + (first + row_C) * w_row + head_C * w_head, mask=live_C, other=0.0).to(tl.float32)
-    d_D = tl.arange(0, STEP_WIDTH)
-    n_N = tl.arange(0, TILE_KEYS)
-    q_base_C1 = (q_ptr + (first + row_C) * q_row + head_C * q_head)[:, None]
-    q_CD = tl.load(q_base_C1 + d_D[None, :], mask=live_C[:, None] & (d_D < WIDTH)[None, :], other=0.0)
-    wide_tile = tl.full((), TILE_KEYS, tl.int64)
-    for n in range(begin, end):
-        key_N = n * TILE_KEYS + n_N
-        k_base_N1 = (k_ptr + wide_tile * n * k_row) + (n_N * k_row)[:, None]
-        k_ND = tl.load(k_base_N1 + d_D[None, :], mask=(key_N < keys)[:, None] & (d_D < WIDTH)[None, :], other=0.0)
-        dot_NC = tl.dot(k_ND, tl.trans(q_CD), input_precision="ieee")
-        if STEP_WIDTH < TILE_WIDTH:  # fp32 products are unrolled by the compiler: in steps
-            for d in range(STEP_WIDTH, TILE_WIDTH, STEP_WIDTH):
-                more_D = d + d_D
-                more_CD = tl.load(
-                    q_base_C1 + more_D[None, :], mask=live_C[:, None] & (more_D < WIDTH)[None, :], other=0.0
-                )
-                mask_ND = (key_N < keys)[:, None] & (more_D < WIDTH)[None, :]
-                more_ND = tl.load(k_base_N1 + more_D[None, :], mask=mask_ND, other=0.0)
-                dot_NC = tl.dot(more_ND, tl.trans(more_CD), dot_NC, input_precision="ieee")
-        if RELU:
-            dot_NC = tl.maximum(dot_NC, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        part_NC = dot_NC * w_C[None, :]
-        if HEADS < TILE_HEADS:  # 0 * inf, of a padded head and an infinite key, must not be met
-            part_NC = tl.where((head_C < HEADS)[None, :], part_NC, 0.0)
-        score_NR = tl.sum(tl.reshape(part_NC, (TILE_KEYS, TILE_ROWS, TILE_HEADS)), 2)
-        out_NR = scores_ptr + (row_R * scores_stride * TILE_KEYS)[None, :] + key_N[:, None]
-        tl.store(out_NR, score_NR, mask=(row_R < rows)[None, :])
 
 
 def _rank(

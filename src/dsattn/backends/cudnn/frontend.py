@@ -1,0 +1,86 @@
+"""The package behind these adapters: its generations, its entry points, the scratch that its ranking takes.
+
+before 1.26  no `q_causal_offsets`: scores are causal from the bottom right; ids of keys are global
+1.26         `q_causal_offsets`, and without it causal from the top left; `topk_indices_global` says what ids are
+1.29         rows without keys are safe in the attention backward, which takes `deterministic`; `grad_loss` is a tensor
+1.31         `tie_break` in the ranking
+1.32         `deterministic` in the ranking and in the indexer's backward
+
+What a version has is read from its signatures, so that a build with a feature ahead of its number is served as what it
+is. A frontend that is causal from the top left and takes no offsets is refused.
+"""
+
+import functools
+import gc
+import importlib
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dsattn.backends import Call
+from dsattn.backends.vendors import dotted, version_of
+
+DISTRIBUTION = "nvidia-cudnn-frontend"
+GLOBAL_IDS = (1, 26)
+SCRATCH_BYTES = 2 * 2**30
+_ALIGNED_BYTES = 32
+
+Entry = Callable[..., Any]
+
+
+def needs_of(call: Call, version: tuple[int, ...]) -> dict[str, bool]:
+    """What every operation needs: need in words -> whether it is met. The package is not imported."""
+    return {
+        f"{DISTRIBUTION} {dotted(version)} or newer": version_of(DISTRIBUTION) >= version,
+        "a Hopper or Blackwell data-centre GPU": call.capability in (90, 100, 103),
+        f"bfloat16 operands, not {call.dtype}": call.dtype == "bfloat16",
+    }
+
+
+@functools.cache
+def entry(name: str) -> Entry:
+    """`cudnn.DSA`'s function `name_wrapper`.
+
+    The namespace imports a function's module when it is first asked for, and the import leaves cycles that keep the
+    frames of its callers alive, tensors and all: they are collected once, here, and never while a graph is captured.
+    """
+    found = getattr(importlib.import_module("cudnn").DSA, f"{name}_wrapper")
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        gc.collect()
+    return found
+
+
+@functools.cache
+def takes(function: Entry, parameter: str) -> bool:
+    """Whether a function of this generation has a parameter."""
+    return parameter in inspect.signature(function).parameters
+
+
+def supported(function: Entry, **options: Any) -> dict[str, Any]:
+    """Those of the options that this generation has parameters for."""
+    return {name: value for name, value in options.items() if takes(function, name)}
+
+
+def rows_per_launch(columns: int, scratch_bytes: float = SCRATCH_BYTES) -> int:
+    """Rows of scores [rows, columns] that one launch of the ranking may take.
+
+    Its scratch is two int32 for each score, and its offsets are int32. Rounded down so that the next launch begins at a
+    multiple of 32 bytes; one such group at least. Raises ValueError unless scratch_bytes is positive and finite.
+    """
+    if not (scratch_bytes > 0 and math.isfinite(scratch_bytes)):
+        raise ValueError(f"scratch_bytes={scratch_bytes} must be positive and finite")
+    columns = max(columns, 1)
+    most = min(scratch_bytes / (8 * columns), 2**31 / (2 * columns))
+    group = _ALIGNED_BYTES // math.gcd(_ALIGNED_BYTES, 4 * columns)
+    return max(int(most) // group, 1) * group
+
+
+def padded_slots(x: Tensor, multiple: int, value: float) -> Tensor:
+    """x with its last axis a multiple, contiguous."""
+    more = -x.shape[-1] % multiple
+    return pad(x, (0, more), value=value).contiguous() if more else x.contiguous()

@@ -1,0 +1,182 @@
+"""Selection on Hopper: what needs no GPU, and on one the scores of the portable kernel and the rule's bits."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsattn.backends import Call
+from dsattn.errors import BackendUnavailable
+from dsattn.keys import KeyRange
+from dsattn.ops import select_keys
+
+pytest.importorskip("triton")
+HERE = Call(device="cuda", capability=90, dtype="bfloat16", heads=32, width=128, top_k=2048)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacks"),
+    [
+        ({}, []),
+        ({"width": 64, "heads": 8}, []),
+        ({"capability": 80}, ["a GPU of compute capability 9.0 (Hopper)"]),
+        ({"dtype": "float32"}, ["bfloat16 operands"]),
+        ({"width": 96}, ["an indexer width of 64 or 128"]),
+        ({"heads": 4}, ["at least 8 indexer heads"]),
+        ({"heads": 65}, ["at most 64 indexer heads"]),
+        ({"top_k": 4097}, ["top_k of at most 4096"]),
+    ],
+)
+def test_requirements(changes: dict[str, object], lacks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsattn.backends.hopper import select
+
+    monkeypatch.setattr(select.triton, "__version__", "3.6.1")
+    assert select.requirements(replace(HERE, **changes)) == lacks
+
+
+def test_refuses_other_dtypes() -> None:
+    """Dispatch sees what q and k promote to, and nothing of w."""
+    from dsattn.backends.hopper.select import select_keys
+
+    q, k, w = torch.zeros(2, 8, 64).bfloat16(), torch.zeros(3, 64).bfloat16(), torch.zeros(2, 8)
+    stop = torch.zeros(2, dtype=torch.int32)
+    for operands in ((q.float(), k, w), (q, k.half(), w), (q, k, w.double())):
+        with pytest.raises(BackendUnavailable, match="use backend='triton'"):
+            select_keys(*operands, stop, stop, 2, True, False, 2**20)
+
+
+def loose(x: Tensor) -> Tensor:
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def shifted(x: Tensor) -> Tensor:
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def halved(x: Tensor) -> Tensor:
+    return x.repeat_interleave(2, 0)[::2]
+
+
+@pytest.mark.parametrize("change", [loose, shifted, halved])
+def test_operands_can_be_copied_16_bytes_at_a_time(change: Callable[[Tensor], Tensor]) -> None:
+    from dsattn.backends.hopper.select import _copyable
+
+    x = torch.randn(6, 3, 64).bfloat16()
+    got = _copyable(change(x))
+    assert got.equal(x)
+    assert got.data_ptr() % 16 == 0
+    assert got.stride(-1) == 1
+    assert all(step % 16 == 0 for step in got.stride()[:-1])
+    assert _copyable(x) is x
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "keys", "chunk", "programs"),
+    [(4096, 32, 4096, 2048, 1024), (4096, 32, 2**17, 8192, 8192), (1, 8, 100, 512, 16), (17, 64, 5000, 512, 160)],
+)
+def test_chunks_fill_the_processors(
+    launches: list, rows: int, heads: int, keys: int, chunk: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsattn.backends.hopper import select
+
+    monkeypatch.setattr(select.portable, "processors", lambda device: 132)
+    q, k = torch.zeros(1, 1, 64).bfloat16().expand(rows, heads, 64), torch.zeros(keys, 64).bfloat16()
+    stop = torch.zeros(1, dtype=torch.int32).expand(rows)
+    select._score(q, k, torch.zeros(1, 1).expand(rows, heads), stop, stop, True, torch.zeros(1, 1).expand(rows, 64))
+    (launch,) = launches
+    assert launch.grid == (programs,)
+    assert launch.arguments[11] == chunk // 64
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(0, 5), (5, 0)])
+def test_nothing_to_score(launches: list, rows: int, keys: int) -> None:
+    from dsattn.backends.hopper.select import select_keys
+
+    stop = torch.zeros(rows, dtype=torch.int32)
+    q, k = torch.zeros(rows, 8, 64).bfloat16(), torch.zeros(keys, 64).bfloat16()
+    index, length, score = select_keys(q, k, torch.zeros(rows, 8), stop, stop, 3, True, True, 2**20)
+    assert (index.shape, length.shape, score.shape) == ((rows, 3), (rows,), (rows, 3))
+    assert all(launch.kernel.__name__ == "_rank_kernel" for launch in launches)
+
+
+def test_token_counts_do_not_compile_anew() -> None:
+    from dsattn.backends.hopper.select import select_keys
+    from dsattn.backends.triton.launch import recording
+
+    with recording(start=False) as kept:
+        for rows, keys in ((1, 1), (16, 32), (33, 9000), (128, 77)):
+            q, k = torch.zeros(rows, 12, 64).bfloat16(), torch.zeros(keys, 64).bfloat16()
+            w, stop = shifted(torch.zeros(rows, 12)), shifted(torch.zeros(rows, dtype=torch.int32))
+            for block_bytes in (2**20, 2**30):
+                select_keys(q, k, w, stop, stop, 16, True, True, block_bytes)
+    assert {name: len(forms) for name, forms in kept.items()} == {"scores_kernel": 1, "_rank_kernel": 1}
+
+
+# On a GPU
+
+
+def operands(heads: int, width: int, rows: int, keys: int, device: str, *, whole: bool) -> tuple:
+    """q, k, w and ranges of every length, none among them, from anywhere on; NaN in all that nobody reads."""
+    torch.manual_seed(heads)
+    q, k = torch.randn(rows, heads, width, device=device), torch.randn(keys, width, device=device)
+    w = torch.randn(rows, heads, device=device)
+    if whole:
+        q, k, w = q.round(), k.round(), w.mul(3).round()
+    start = torch.randint(3, keys // 3, (rows,), device=device, dtype=torch.int32)
+    stop = start + torch.randint(0, keys // 2, (rows,), device=device, dtype=torch.int32)
+    stop[::7] = start[::7]
+    q[::7], w[::7], k[:3], k[int(stop.max()) :] = torch.nan, torch.nan, torch.nan, torch.nan
+    return q.bfloat16(), k.bfloat16(), w, KeyRange(start, stop)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize(("heads", "width"), [(32, 128), (64, 128), (12, 128), (8, 64), (33, 64)])
+@pytest.mark.parametrize(("rows", "keys"), [(130, 9000), (3, 100)])
+def test_whole_numbers_give_the_selection_of_the_rule(
+    hopper: str, heads: int, width: int, rows: int, keys: int, relu: bool
+) -> None:
+    """Scores are exact, ties are many: there is one right answer."""
+    case = operands(heads, width, rows, keys, hopper, whole=True)
+    got = select_keys(*case, 200, relu=relu, return_scores=True, backend="hopper")
+    for backend in ("triton", "reference"):
+        want = select_keys(*case, 200, relu=relu, return_scores=True, backend=backend)
+        assert got.index.equal(want.index)
+        assert got.length.equal(want.length)
+        assert got.score.equal(want.score)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "width"), [(32, 128), (64, 128), (12, 64)])
+def test_bits_follow_from_row_and_key_alone(hopper: str, heads: int, width: int) -> None:
+    """Other rows beside it, other blocks, keys at other places: the same bits; and they are near those in fp64."""
+    q, k, w, ranges = operands(heads, width, 300, 20000, hopper, whole=False)
+    whole = select_keys(q, k, w, ranges, 512, return_scores=True, backend="hopper")
+    small = select_keys(q, k, w, ranges, 512, return_scores=True, block_bytes=2**22, backend="hopper")
+    assert whole.index.equal(small.index)
+    assert whole.score.equal(small.score)
+    for part in (slice(37, 138), slice(299, 300)):
+        some = KeyRange(ranges.start[part], ranges.stop[part])
+        got = select_keys(q[part], k, w[part], some, 512, return_scores=True, backend="hopper")
+        assert got.index.equal(whole.index[part])
+        assert got.score.equal(whole.score[part])
+    moved = KeyRange(ranges.start + 77, ranges.stop + 77)
+    got = select_keys(q, torch.cat([k[:77], k]), w, moved, 512, return_scores=True, backend="hopper")
+    assert got.index.equal(torch.where(whole.index < 0, -1, whole.index + 77))
+    assert got.score.equal(whole.score)
+    row, live = 3, whole.index[3] >= 0
+    dot = (k[whole.index[row, live].long()].double() @ q[row].double().T).relu() @ w[row].double()
+    torch.testing.assert_close(whole.score[row, live].double(), dot, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.gpu
+def test_under_a_cuda_graph(hopper: str) -> None:
+    case = operands(32, 128, 300, 9000, hopper, whole=False)
+    expected = select_keys(*case, 100, backend="hopper")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = select_keys(*case, 100, backend="hopper")
+    graph.replay()
+    assert got.index.equal(expected.index)
