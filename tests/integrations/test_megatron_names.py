@@ -1,6 +1,7 @@
 """Megatron Core's names, against a list written by hand."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def test_names_are_megatrons() -> None:
     mtp = {f"mtp.layers.0.{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")}
     layers = names("decoder.layers.0.", MLP) | names("decoder.layers.1.", MOE)
     assert to_megatron_names(weights(MODEL), MODEL).keys() == (
-        top | mtp | layers | names("mtp.layers.0.transformer_layer.", MOE)
+        top | mtp | layers | names("mtp.layers.0.mtp_model_layer.", MOE)
     )
 
 
@@ -97,6 +98,20 @@ def test_gate_stands_over_up() -> None:
     assert theirs["decoder.layers.0.mlp.linear_fc1.weight"].read().equal(torch.cat((gate, up)))
     experts = ours["model.layers.1.mlp.experts.down_proj"].read()
     assert theirs["decoder.layers.1.mlp.experts.linear_fc2.weight1"].read().equal(experts[1])
+
+
+def test_other_names_are_read() -> None:
+    """Of sharded checkpoints, of experts whose products are not grouped, of norms that are not fused."""
+    ours = weights(MODEL)
+    theirs = {}
+    for name, one in to_megatron_names(ours, MODEL).items():
+        name = re.sub(r"mtp_model_layer", "transformer_layer", name)
+        name = re.sub(r"experts\.(linear_fc\d)\.weight(\d)$", r"experts.local_experts.\2.\1.weight", name)
+        theirs[name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")] = one
+    assert "decoder.layers.0.pre_mlp_layernorm.weight" in theirs
+    assert "decoder.layers.1.mlp.experts.local_experts.1.linear_fc2.weight" in theirs
+    back = from_megatron_names(theirs, MODEL)
+    assert all(back[name].read().equal(ours[name].read()) for name in ours)
 
 
 def test_split_up_projections_merge_head_by_head() -> None:

@@ -4,13 +4,17 @@
     decoder.layers.N.self_attention.core_attention.indexer.linear_wk     self_attn.indexer.wk
     decoder.layers.N.mlp.linear_fc1.weight                               mlp.gate_proj over mlp.up_proj
     decoder.layers.N.mlp.experts.linear_fc1.weight3                      mlp.experts.gate_up_proj[3]
+    mtp.layers.D.mtp_model_layer.self_attention...                       model.layers.(num_layers + D).self_attn...
 
-A model of a hybrid pattern numbers attention 2 N and its MLP 2 N + 1, and calls the last norm final_norm. Read are also
-checkpoints whose linear_kv_up_proj is split into linear_k_up_proj and linear_v_up_proj. Shapes are those of one
+These are the names of a state dict of Megatron Core 0.19 with Transformer Engine. A model of a hybrid pattern numbers
+attention 2 N and its MLP 2 N + 1, and calls the last norm final_norm. Read are also checkpoints whose linear_kv_up_proj
+is split into linear_k_up_proj and linear_v_up_proj, and the names of `_other_names`. Shapes are those of one
 tensor-parallel rank; values are ours: Megatron rotates neighbouring lanes in MLA, too.
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +82,7 @@ def from_megatron_names(tensors: Tensors, config: ModelConfig) -> Tensors:
     parts = _parts(config, "decoder.final_norm.weight" in tensors)
     wanted = shapes(config)
     held = {name: one for name, one in tensors.items() if "_extra_state" not in name}
-    held = _merged_up_projections(held, config)
+    held = _merged_up_projections(_other_names(held, parts), config)
     problems = [f"{name} is missing" for name in sorted(parts.keys() - held.keys())]
     problems += [f"{name} belongs to nothing in this model" for name in sorted(held.keys() - parts.keys())]
     pieces: dict[str, list[Stored]] = {name: [] for name in wanted}
@@ -92,6 +96,21 @@ def from_megatron_names(tensors: Tensors, config: ModelConfig) -> Tensors:
             pieces[one].append(_piece(held[name], ours[0], place))
     check("the checkpoint does not fit its configuration", problems)
     return {name: joined(shape, pieces[name]) for name, shape in wanted.items()}
+
+
+def _other_names(tensors: Tensors, parts: Mapping[str, Any]) -> Tensors:
+    """Under the names above, what is called otherwise.
+
+    transformer_layer: the layer of MTP, in sharded and in older checkpoints. experts.local_experts.3: an expert, where
+    products are not grouped. pre_mlp_layernorm: the norm before an MLP, where Transformer Engine does not fuse it.
+    """
+    renamed: Tensors = {}
+    for name, one in tensors.items():
+        ours = re.sub(r"^(mtp\.layers\.\d+\.)transformer_layer\.", r"\1mtp_model_layer.", name)
+        ours = re.sub(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".\2.weight\1", ours)
+        fused = re.sub(r"pre_mlp_layernorm\.weight$", "mlp.linear_fc1.layer_norm_weight", ours)
+        renamed[fused if ours not in parts and fused in parts else ours] = one
+    return renamed
 
 
 def _parts(config: ModelConfig, hybrid: bool) -> dict[str, list[Part]]:
@@ -110,7 +129,7 @@ def _parts(config: ModelConfig, hybrid: bool) -> dict[str, list[Part]]:
             parts |= {
                 f"mtp.layers.{depth}.{name}": [(f"model.layers.{layer}.{one}", None)] for one, name in _MTP.items()
             }
-            attention = mlp = f"mtp.layers.{depth}.transformer_layer."
+            attention = mlp = f"mtp.layers.{depth}.mtp_model_layer."
         parts |= _parts_of_layer(config, layer, attention, mlp)
     held = shapes(config)
     return {name: ours for name, ours in parts.items() if all(one in held for one, _ in ours)}
