@@ -11,17 +11,21 @@ from dsattn.integrations.attention import _selection, _table, _up_projections, a
 from dsattn.integrations.microbatch import Microbatch, Report, Settings
 from dsattn.keys import Layout
 
+NO_INPUTS = (torch.empty(3, 0), None, None, None)
+
 
 def test_a_shared_layer_without_a_source_says_which() -> None:
     layout = Layout.causal(3)
     microbatch = Microbatch(Settings("sparse", "auto", 1.0, None), layout, False, Report(True), None)
-    attn = SimpleNamespace(layer_idx=7)
+    attn = SimpleNamespace(layer_idx=7, indexer=None, config=SimpleNamespace())
     with pytest.raises(InputError, match="layer 7 shares a selection"):
-        _selection(attn, microbatch, layout, None, None)
+        _selection(attn, microbatch, layout, None, NO_INPUTS, None)
     handed = torch.tensor([[[0, -1], [0, 1], [1, -1]]], dtype=torch.int32)
-    selection = _selection(attn, microbatch, layout, None, handed)
+    selection = _selection(attn, microbatch, layout, None, NO_INPUTS, handed)
     assert selection.length.tolist() == [1, 2, 1]
     assert selection.every_row_has_a_key
+    attn.config.index_kpool_always_select_tail = False  # then early rows of the source may have read nothing
+    assert not _selection(attn, microbatch, layout, None, NO_INPUTS, handed).every_row_has_a_key
 
 
 def test_tables_are_the_first_half_for_every_row() -> None:

@@ -17,6 +17,7 @@ class Model(nn.Module):
     def __init__(self, *, use_cache: bool = True):
         super().__init__()
         self.config = SimpleNamespace(use_cache=use_cache, output_attentions=False)
+        self.config.get_text_config = lambda: self.config
         self.layers: list[Any] = []
         self.indexer = nn.ModuleDict({"indexer": nn.Linear(1, 1)})
 

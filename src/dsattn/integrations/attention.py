@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from dsattn.errors import InputError
 from dsattn.integrations.families import FAMILIES, Family, class_names
-from dsattn.integrations.microbatch import Microbatch
+from dsattn.integrations.glm5_next import select_pools
+from dsattn.integrations.microbatch import MICROBATCH, Microbatch
 from dsattn.keys import Layout
 from dsattn.nn.attention import without_padding
 from dsattn.nn.indexer import IndexerOutput
@@ -21,7 +22,7 @@ from dsattn.nn.rope import RotaryTable, rotate
 from dsattn.ops import dense_mla, dsa_attention, indexer_kl, output_gate, select_keys, sparse_mla
 from dsattn.selection import Selection
 
-MICROBATCH = "dsattn_microbatch"
+IndexInputs = tuple[Tensor, Tensor | None, RotaryTable | None, Tensor | None]
 
 
 def attention_forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -47,7 +48,7 @@ def _forward(
     family: Family,
     microbatch: Microbatch,
     hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
+    position_embeddings: tuple[Tensor, Tensor] | None,
     *,
     position_ids: Tensor,
     prev_topk_indices: Tensor | None = None,
@@ -61,14 +62,14 @@ def _forward(
     batch, tokens, _width = hidden_states.shape
     layout = _on(microbatch.layout, hidden_states.device)
     hidden = without_padding(hidden_states.flatten(0, 1), layout)
-    table = _table(position_embeddings, batch, tokens)
+    table = None if position_embeddings is None else _table(position_embeddings, batch, tokens)
     log_positions = None
     if hasattr(attn, "softmax_scaling"):
         log_positions = (position_ids.expand(batch, -1).reshape(-1) + 1).float().log()
 
     w_uk, w_uv = _up_projections(attn, hidden.dtype)
     q_latent, q_nope, q_rope, gate = _queries(attn, family, hidden)
-    if attn.qk_rope_head_dim:
+    if attn.qk_rope_head_dim and table is not None:
         q_rope = rotate(q_rope, table, interleaved=family.interleaved)
     q = torch.cat((torch.einsum("thn,hnc->thc", q_nope, w_uk), q_rope.to(q_nope.dtype)), -1)
     if log_positions is not None:
@@ -93,7 +94,7 @@ def _attend(
     layout: Layout,
     q: Tensor,
     kv: Tensor,
-    index_inputs: tuple[Tensor, Tensor | None, RotaryTable, Tensor | None],
+    index_inputs: IndexInputs,
     handed: Tensor | None,
 ) -> tuple[Tensor, Selection | None]:
     """([T, H, V], the selection that was read, if any). Adds this layer's loss to the report."""
@@ -104,7 +105,7 @@ def _attend(
         return dense_mla(q, kv, keys.last(window), **attending)[0], None
     learns = microbatch.learns and attn.indexer is not None
     index = None
-    if attn.indexer is not None and (learns or settings.mode != "warmup"):
+    if attn.indexer is not None and not family.pools and (learns or settings.mode != "warmup"):
         with torch.set_grad_enabled(learns):
             index = _index(attn, family, *index_inputs)
     if settings.mode == "warmup":
@@ -113,7 +114,7 @@ def _attend(
             loss = indexer_kl(*index, q, kv, lse, keys, real_rows=layout.real_rows, **options)
             microbatch.report.losses.setdefault(attn.layer_idx, loss)
         return out, None
-    selection = _selection(attn, microbatch, layout, index, handed)
+    selection = _selection(attn, microbatch, layout, index, index_inputs, handed)
     if not learns or index is None:
         return sparse_mla(q, kv, selection, **attending)[0], selection
     rows = {"real_rows": layout.real_rows, "kl_weight": 1.0}
@@ -123,28 +124,43 @@ def _attend(
 
 
 def _selection(
-    attn: Any, microbatch: Microbatch, layout: Layout, index: IndexerOutput | None, handed: Tensor | None
+    attn: Any,
+    microbatch: Microbatch,
+    layout: Layout,
+    index: IndexerOutput | None,
+    inputs: IndexInputs,
+    handed: Tensor | None,
 ) -> Selection:
+    """Kept from the first pass, made here, or handed over by an earlier layer. index: None where pools are selected."""
     kept = None if microbatch.selections is None else microbatch.selections.get(attn.layer_idx)
     rows = kept if kept is not None else handed
-    if kept is None and index is not None:
-        top_k, backend = attn.indexer.index_topk, microbatch.settings.backend
-        selection = select_keys(*index, layout.keys, top_k, backend=backend)
+    if kept is None and attn.indexer is not None:
+        backend, (hidden, q_latent, *_) = microbatch.settings.backend, inputs
+        if index is not None:
+            selection = select_keys(*index, layout.keys, attn.indexer.index_topk, backend=backend)
+        else:
+            assert q_latent is not None, "the family that selects pools has a query latent"
+            selection = select_pools(attn.indexer, hidden, q_latent, layout, backend)
         if microbatch.selections is not None:
             microbatch.selections[attn.layer_idx] = selection.index
         return selection
     if rows is None:
         raise InputError(f"layer {attn.layer_idx} shares a selection, but no layer before it has made one")
     rows = rows.reshape(-1, rows.shape[-1])
-    return Selection(rows, (rows >= 0).sum(-1, dtype=torch.int32), every_row_has_a_key=layout.every_row_has_a_key)
+    certain = layout.every_row_has_a_key and getattr(attn.config, "index_kpool_always_select_tail", True)
+    return Selection(rows, (rows >= 0).sum(-1, dtype=torch.int32), every_row_has_a_key=certain)
 
 
 def _index(
-    attn: Any, family: Family, hidden: Tensor, q_latent: Tensor | None, table: RotaryTable, log_positions: Tensor | None
+    attn: Any,
+    family: Family,
+    hidden: Tensor,
+    q_latent: Tensor | None,
+    table: RotaryTable | None,
+    log_positions: Tensor | None,
 ) -> IndexerOutput:
     """The indexer's queries, keys and weights, from detached inputs."""
     indexer, hidden = attn.indexer, hidden.detach()
-    table = RotaryTable(table.cos.detach(), table.sin.detach())  # mistral_large4 learns its frequencies
     heads, lanes = indexer.n_heads, indexer.head_dim
     query_input = indexer.q_input_norm(hidden) if q_latent is None else q_latent.detach()
     q = indexer.wq_b(query_input).unflatten(-1, (heads, lanes))
@@ -152,7 +168,8 @@ def _index(
         q = q * _growth(indexer.softmax_scaling, log_positions, q)[..., None]
     projected = indexer.wk(hidden)
     k = indexer.k_norm(projected.to(indexer.k_norm.weight.dtype)).to(projected.dtype)
-    if getattr(indexer, "use_rope", True):
+    if getattr(indexer, "use_rope", True) and table is not None:
+        table = RotaryTable(table.cos.detach(), table.sin.detach())  # mistral_large4 learns its frequencies
         wide = torch.promote_types(q.dtype, table.cos.dtype)
         options = {"interleaved": family.index_interleaved, "first": family.index_first}
         q, k = (rotate(x.to(wide), table, **options) for x in (q, k))
@@ -181,7 +198,7 @@ def _queries(attn: Any, family: Family, hidden: Tensor) -> tuple[Tensor | None, 
     return q_latent, q_nope, q_rope, None if name is None else getattr(attn, name)(hidden)
 
 
-def _latents(attn: Any, family: Family, hidden: Tensor, table: RotaryTable, shared: dict[str, Any]) -> Tensor:
+def _latents(attn: Any, family: Family, hidden: Tensor, table: RotaryTable | None, shared: dict[str, Any]) -> Tensor:
     """[T, C]: the row that all heads read; of an earlier layer where this one reuses it."""
     name = "rope" if attn.qk_rope_head_dim else "nope"
     if getattr(attn, "is_kv_shared_layer", False):
@@ -192,7 +209,7 @@ def _latents(attn: Any, family: Family, hidden: Tensor, table: RotaryTable, shar
         latent = latent * attn.kv_lora_scale
     if hasattr(attn, "k_rope_only_layernorm"):
         k_rope = attn.k_rope_only_layernorm(k_rope)
-    if attn.qk_rope_head_dim:
+    if attn.qk_rope_head_dim and table is not None:
         k_rope = rotate(k_rope, table, interleaved=family.interleaved)
     kv = torch.cat((latent, k_rope.to(latent.dtype)), -1)
     if getattr(attn, "store_full_length_kv", False):

@@ -36,7 +36,9 @@ from dsattn.integrations.sources import (
     read_config,
 )
 from dsattn.integrations.stored import Stored, Tensors, digests, open_safetensors, write_safetensors
+from dsattn.model import Decoder
 from dsattn.training import checkpoint
+from dsattn.training.runs import pick_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +119,23 @@ def convert(source: Path, target: Path, options: ConvertOptions | None = None) -
     if options.digests:
         summed = digests(open_run(target)[0] if options.to == "dsattn" else open_safetensors(target))
     return Conversion(target, config, len(tensors), tuple(fresh), tuple(rounded), opened.notes, summed)
+
+
+def load_model(path: Path, device: str = "auto") -> tuple[Decoder, RunConfig]:
+    """The model (in eval mode) of a Hugging Face or Megatron folder, in float32, and a configuration to measure it by.
+
+    Its tokenizer is the folder's own; packs are four times as long as the keys that are kept.
+    Raises CheckpointError where the folder is none or does not fit, InputError where its model is not expressed.
+    """
+    opened = open_checkpoint(path)
+    with torch.device("meta"):
+        model = Decoder(opened.config)
+    model = model.to_empty(device=pick_device(device))
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            value.copy_(opened.tensors[name].read())
+    data = DataConfig(tokenizer=str(path.resolve()), pack_tokens=4 * opened.config.dsa.indexer.top_k)
+    return model.eval(), dataclasses.replace(_run(opened, path), data=data)
 
 
 def _fresh(config: ModelConfig, held: Mapping[str, Stored], seed: int) -> Tensors:

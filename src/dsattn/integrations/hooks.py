@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from dsattn.errors import InputError
-from dsattn.integrations.attention import MICROBATCH
 from dsattn.integrations.families import Family
-from dsattn.integrations.microbatch import Microbatch, Report, Settings, layout_of
+from dsattn.integrations.glm5_next import packed_documents
+from dsattn.integrations.microbatch import MICROBATCH, Microbatch, Report, Settings, layout_of
 
 REPORT = "dsattn_report"
 
@@ -29,7 +29,7 @@ def _uses_cache(module: Any, kwargs: dict[str, Any]) -> bool:
     if kwargs.get("use_cache") is None and not given and (training or kwargs.get("labels") is not None):
         kwargs["use_cache"] = False
     wanted = kwargs.get("use_cache")
-    used = given or bool(module.config.use_cache if wanted is None else wanted)
+    used = given or bool(module.config.get_text_config().use_cache if wanted is None else wanted)
     if used and training:
         raise InputError(
             "a key/value cache in training would run attention that teaches no indexer; pass use_cache=False"
@@ -57,7 +57,10 @@ def before_body(
     inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
     if inputs is None:
         raise InputError("input_ids and inputs_embeds are both None; pass one")
-    learns = settings.mode != "frozen" and module.training and torch.is_grad_enabled()
+    trains = module.training and torch.is_grad_enabled()
+    learns = settings.mode != "frozen" and trains
+    if learns:
+        settings.watch.check()
     if learns and not any(p.requires_grad for name, p in module.named_parameters() if ".indexer." in name):
         raise InputError(
             f"mode={settings.mode!r} trains the indexers, but none of their parameters asks for a gradient (PEFT fixes "
@@ -66,14 +69,21 @@ def before_body(
     mask = kwargs.get("attention_mask")
     if isinstance(mask, dict):
         mask = mask["indexed_attention"]
-    if isinstance(mask, Tensor) and mask.dim() == 4 and "sliding_attention" in family.mask_keys:
-        raise InputError("a 4D attention_mask does not say what sliding layers see; pass position_ids or cu_seq_lens_q")
+    for kind in ("sliding", "linear"):
+        if isinstance(mask, Tensor) and mask.dim() == 4 and f"{kind}_attention" in family.mask_keys:
+            raise InputError(
+                f"a 4D attention_mask does not say what {kind} layers see; pass position_ids or cu_seq_lens_q"
+            )
     layout = layout_of(inputs.shape[0], inputs.shape[1], mask, kwargs.get("position_ids"), _cu_seq_lens(kwargs))
     kwargs["attention_mask"] = dict.fromkeys(family.mask_keys)
+    documents = ()
+    if "linear_attention" in family.mask_keys:
+        kwargs["attention_mask"]["linear_attention"] = mask if mask is None else mask.to(inputs.device, torch.bool)
+        documents = packed_documents(layout, inputs.shape[1])
     kwargs["use_cache"] = False
-    replays = learns and any(getattr(layer, "gradient_checkpointing", False) for layer in module.layers)
+    replays = trains and any(getattr(layer, "gradient_checkpointing", False) for layer in module.layers)
     kwargs[MICROBATCH] = Microbatch(
-        settings, layout.to(inputs.device), learns, report or Report(owned=False), {} if replays else None
+        settings, layout.to(inputs.device), learns, report or Report(owned=False), {} if replays else None, documents
     )
     return (), kwargs
 
@@ -94,7 +104,9 @@ def after_body(
         return
     if isinstance(outputs, tuple):
         raise InputError("return_dict=False leaves no place for the indexers' loss; leave it out")
-    outputs["indexer_loss"] = settings.indexer_loss_coeff * _total(microbatch.report)
+    indexer_loss = settings.indexer_loss_coeff * _total(microbatch.report)
+    settings.watch.follow(list(outputs.values()), indexer_loss)
+    outputs["indexer_loss"] = indexer_loss
 
 
 def after_head(settings: Settings, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any):
@@ -105,8 +117,11 @@ def after_head(settings: Settings, module: nn.Module, args: tuple[Any, ...], kwa
         if settings.mode != "frozen" and module.training and torch.is_grad_enabled():
             raise InputError(f"{type(module).__name__} reached no layer with an indexer; is part of it replaced?")
         return None
-    indexer_loss = settings.indexer_loss_coeff * _total(report) * _share(kwargs)
+    total = settings.indexer_loss_coeff * _total(report)
+    indexer_loss = total * _share(kwargs)
     labelled = kwargs.get("labels") is not None
+    watched = outputs[labelled:] if isinstance(outputs, tuple) else [v for k, v in outputs.items() if k != "loss"]
+    settings.watch.follow(watched, total)
     if isinstance(outputs, tuple):
         if not labelled:
             raise InputError("return_dict=False without labels leaves no place for the indexers' loss; leave it out")
@@ -115,9 +130,21 @@ def after_head(settings: Settings, module: nn.Module, args: tuple[Any, ...], kwa
         outputs["lm_loss"] = outputs.loss.detach()
         outputs["loss"] = _combined(settings, outputs.loss, indexer_loss)
         outputs["indexer_loss"] = indexer_loss.detach()
+        if "log_probs" in outputs and "label_mask" in outputs:
+            outputs["log_probs"] = _through_log_probs(total, outputs)
     else:
         outputs["indexer_loss"] = indexer_loss
     return outputs
+
+
+def _through_log_probs(total: Tensor, outputs: Any) -> Tensor:
+    """For TRL, which sums log_probs and divides by the labels of the whole batch, without outputs.loss.
+
+    The values stay; the gradient of that sum holds the indexers' loss, by this call's share of the labels.
+    """
+    log_probs = outputs["log_probs"]
+    part = -total.to(log_probs.device) * outputs["label_mask"].to(log_probs.dtype)
+    return log_probs + (part - part.detach())
 
 
 def _combined(settings: Settings, lm_loss: Tensor, indexer_loss: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """What one forward of a patched model knows: its layout, its settings, and what its layers report."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,16 +13,51 @@ from dsattn.errors import InputError
 from dsattn.keys import KeyRange, Layout
 
 Mode = Literal["sparse", "warmup", "frozen"]
+MICROBATCH = "dsattn_microbatch"
+"""The argument by which a model's call hands its Microbatch to the layers."""
+
+
+class Watch:
+    """Sees where the indexers' loss is dropped: a backward that passed a call's outputs and not its indexer loss.
+
+    So it is where a trainer makes a loss of its own from logits (label smoothing, preference losses).
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[set[str]] = deque(maxlen=64)
+
+    def follow(self, outputs: Iterable[Any], indexer_loss: Tensor) -> None:
+        """Remember which of the two get a gradient. outputs: what a loss could be made from."""
+        if not indexer_loss.requires_grad:
+            return
+        reached: set[str] = set()
+        for output in outputs:
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(lambda _: reached.add("outputs"))
+        indexer_loss.register_hook(lambda _: reached.add("loss"))
+        self._calls.append(reached)
+
+    def check(self) -> None:
+        """Raise InputError where an earlier call's loss was dropped."""
+        dropped = any(reached == {"outputs"} for reached in self._calls)
+        if dropped:
+            self._calls.clear()
+            raise InputError(
+                "the indexers' loss of the last call was dropped: its logits got a gradient and the loss got none. "
+                "Who makes the loss without outputs.loss (label smoothing, a loss function of your own, a trainer of "
+                "preferences) must add outputs.indexer_loss to it; or patch with mode='frozen'"
+            )
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What `patch` was asked for."""
+    """What `patch` was asked for. watch: of the calls of this patch."""
 
     mode: Mode
     backend: str
     indexer_loss_coeff: float
     deterministic: bool | None
+    watch: Watch = field(default_factory=Watch)
 
 
 @dataclass
@@ -40,7 +76,7 @@ class Microbatch:
     """One forward. Every layer gets it as an argument; nothing else outlives the call.
 
     learns: the indexers' losses are wanted. selections: by layer, kept for replays under gradient checkpointing; None
-    where nothing is replayed.
+    where nothing is replayed. documents: of glm5_next, see `packed_documents`; empty elsewhere.
     """
 
     settings: Settings
@@ -48,6 +84,7 @@ class Microbatch:
     learns: bool
     report: Report
     selections: dict[int, Tensor] | None
+    documents: tuple[Any, ...] = ()
 
 
 def layout_of(

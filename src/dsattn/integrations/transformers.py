@@ -6,9 +6,11 @@ work as before, and `undo` leaves no trace. A call that makes or uses a key/valu
 """
 
 import functools
+import importlib.metadata
 import logging
 import math
 import types
+from dataclasses import replace
 from typing import Any, get_args
 
 from torch import nn
@@ -16,6 +18,7 @@ from torch import nn
 from dsattn.errors import InputError
 from dsattn.integrations.attention import attention_forward
 from dsattn.integrations.families import Family, class_names, family_of, fingerprint
+from dsattn.integrations.glm5_next import linear_attention_forward
 from dsattn.integrations.hooks import after_body, after_head, before_body, before_head
 from dsattn.integrations.microbatch import Mode, Settings
 
@@ -27,11 +30,13 @@ class Patch:
     """A patched model. `undo()`, or the end of a `with` block, restores it.
 
     model_type: the family. mode: see `patch`. layers: attention layers that were replaced; selecting: those with an
-    indexer. trainable: parameters that learn, as (of indexers, all others).
+    indexer. trainable: parameters that learn, as (of indexers, all others). pools: the indexers select pools of keys,
+    which teach them nothing, so they are fixed in every mode.
     """
 
     def __init__(self, family: Family, mode: Mode):
         self.model_type = family.model_type
+        self.pools = family.pools
         self.mode: Mode = mode
         self.layers: tuple[str, ...] = ()
         self.selecting: tuple[str, ...] = ()
@@ -69,6 +74,8 @@ class Patch:
             else "no loss head was found: add outputs.indexer_loss to your loss"
         )
         loss = "indexers are fixed" if self.mode == "frozen" else where
+        if self.pools:
+            loss = "indexers are fixed: they select pools of keys, and a pool's score teaches no single key"
         return (
             f"dsattn patched {self.model_type}, mode {self.mode}: {len(self.layers)} attention layers, "
             f"{len(self.selecting)} with an indexer; {indexer} indexer parameters and {other} others learn; {loss}"
@@ -89,8 +96,9 @@ def patch(
 
     model: a model of a family in `families.FAMILIES`, or one that holds it (PEFT). Patch before FSDP or DDP wrap it.
     mode: `sparse`: everything that learned goes on to, and the indexers learn from their KL to attention, over the
-        selected keys. `warmup`: dense attention, only the indexers learn, over all visible keys; the loss is their KL
-        alone. `frozen`: sparse attention with fixed indexers. Parameters' requires_grad is set to fit, until `undo`.
+        selected keys; those of glm5_next, which select pools, stay fixed. `warmup`: dense attention, only the indexers
+        learn, over all visible keys; the loss is their KL alone. `frozen`: sparse attention with fixed indexers.
+        Parameters' requires_grad is set to fit, until `undo`.
     indexer_loss_coeff: weight of the indexers' loss (sum over layers of the mean over real rows), default 1. In
         training mode it is in `outputs.loss`; `outputs.indexer_loss` and `outputs.lm_loss` are its parts, detached.
         With `num_items_in_batch`, as `Trainer` passes it under gradient accumulation, it counts by this call's share of
@@ -100,10 +108,13 @@ def patch(
     backend, deterministic: as in `dsattn.ops`.
     check_source: refuse a transformers version whose code was not read for this.
 
-    Raises InputError for unknown families and versions, a model that is patched already, attention dropout.
+    Raises InputError for unknown families and versions, a model that is patched already, attention dropout, and an
+    indexer loss (`warmup`, or a coefficient) of indexers that select pools.
     """
     settings = _settings(mode, backend, indexer_loss_coeff, norm_eps, deterministic)
     family, bodies = family_of(model)
+    if family.pools:
+        settings = _settings_of_pools(family, settings, indexer_loss_coeff)
     layers = [(name, m) for name, m in model.named_modules() if family.attention in class_names(m)]
     for name, attention in layers:
         _check_attention(family, name, attention)
@@ -118,7 +129,7 @@ def patch(
         if norm_eps == "config":
             for _, attention in layers:
                 patched._eps += _set_eps(attention)
-        patched._grads = _set_learning(model, [attention for _, attention in layers], mode)
+        patched._grads = _set_learning(model, [attention for _, attention in layers], settings.mode)
     except BaseException:
         patched.undo()
         raise
@@ -157,6 +168,11 @@ def apply_dsattn_to_dots3_note(model: nn.Module, **options: Any) -> Patch:
     return _apply("dots3_note_text", model, options)
 
 
+def apply_dsattn_to_glm5_next(model: nn.Module, **options: Any) -> Patch:
+    """`patch` for GLM-5.3-Flash; refuses another family."""
+    return _apply("glm5_next_text", model, options)
+
+
 def _apply(model_type: str, model: nn.Module, options: dict[str, Any]) -> Patch:
     found = family_of(model)[0].model_type
     if found != model_type:
@@ -178,6 +194,16 @@ def _settings(
     return Settings(mode, backend, 1.0 if coefficient is None else float(coefficient), deterministic)
 
 
+def _settings_of_pools(family: Family, settings: Settings, coefficient: float | None) -> Settings:
+    asked = f"indexer_loss_coeff={coefficient}" if settings.mode != "warmup" else "mode='warmup'"
+    if settings.mode == "warmup" or coefficient is not None:
+        raise InputError(
+            f"{asked} asks for a loss of the indexers, but those of {family.model_type} select pools of keys, and a "
+            "pool's score teaches no single key; mode='sparse' trains the rest of the model, its indexers as they are"
+        )
+    return replace(settings, mode="frozen")
+
+
 def _check_attention(family: Family, name: str, attention: Any) -> None:
     if "forward" in attention.__dict__:
         raise InputError(
@@ -192,17 +218,19 @@ def _check_attention(family: Family, name: str, attention: Any) -> None:
 
 def _check_sources(family: Family, bodies: list[nn.Module]) -> None:
     for body in bodies:
-        if (found := fingerprint(body)) not in family.sources:
+        if (found := fingerprint(family, body)) not in family.sources.values():
             raise InputError(
-                f"{type(body).__module__} is another version than dsattn knows (fingerprint {found}): install "
-                "transformers 5.24.0, or pass check_source=False and compare logits with the unpatched model"
+                f"{type(body).__module__} of transformers {importlib.metadata.version('transformers')} is another "
+                f"version than dsattn knows (fingerprint {found}): install transformers {' or '.join(family.sources)}, "
+                "or pass check_source=False and compare logits with the unpatched model"
             )
 
 
 def _install(patched: Patch, settings: Settings, family: Family, model: nn.Module, bodies: list[nn.Module]) -> None:
+    forwards = {family.attention: attention_forward, family.linear_attention: linear_attention_forward}
     for attention in model.modules():
-        if family.attention in class_names(attention):
-            attention.forward = types.MethodType(attention_forward, attention)
+        for name in class_names(attention) & forwards.keys():
+            attention.forward = types.MethodType(forwards[name], attention)
             patched._attention.append(attention)
     heads = [m for m in model.modules() if class_names(m) & set(family.heads)]
     patched.loss_heads = tuple(type(m).__name__ for m in heads)
@@ -229,8 +257,10 @@ def _set_learning(model: nn.Module, layers: list[Any], mode: Mode) -> list[tuple
     if mode == "warmup":
         model.requires_grad_(False)
     for attention in layers:
-        if getattr(attention, "indexer", None) is not None:
-            attention.indexer.requires_grad_(mode != "frozen")
+        indexer = getattr(attention, "indexer", None)
+        for name, parameter in [] if indexer is None else indexer.named_parameters():
+            unused = name.startswith("original_module.")  # of PEFT's modules_to_save, beside the copy that learns
+            parameter.requires_grad_(mode != "frozen" and not unused)
     return before
 
 
