@@ -1,5 +1,6 @@
 """Layouts against a builder that walks row by row, against published tables, and against wrong input."""
 
+import dataclasses
 import itertools
 import random
 import time
@@ -288,6 +289,57 @@ def test_shards_of_a_context_parallel_rank() -> None:
     parts = [rank.shard_rows(part, 2) for part in range(2)]
     assert torch.cat([part.rows for part in parts]).equal(rank.rows)
     assert torch.cat([part.keys.start for part in parts]).equal(rank.keys.start)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_dealt_rows_are_every_so_many_th_and_equal_work(cp_size: int) -> None:
+    ranks = [Layout.packed([48, 3], padded=[48, 8], total=60, cp_size=cp_size, cp_rank=r) for r in range(cp_size)]
+    shards = [rank.deal_rows(part, 5) for rank in ranks for part in range(5)]
+    for at, shard in enumerate(shards):
+        whole, part = ranks[at // 5], at % 5
+        assert shard.whole is whole
+        assert shard.dealt == 5
+        for name in ("rows", "positions", "real_rows"):
+            assert torch.equal(getattr(shard, name), getattr(whole, name)[part::5])
+        assert torch.equal(shard.keys.stop, whole.keys.stop[part::5])
+        assert shard.num_real_rows == int(shard.real_rows.sum())
+    gathered = torch.cat([shard.rows for shard in shards])
+    assert torch.equal(shards[0].key_order_inverse, gathered)
+    assert torch.equal(gathered[shards[0].key_order], torch.arange(60))
+    dealt, runs = (
+        [int(one.keys.lengths().sum()) for one in (cut(rank, 4) for rank in range(4))]
+        for cut in (Layout.causal(1024).deal_rows, Layout.causal(1024).shard_rows)
+    )
+    assert max(dealt) < 1.01 * min(dealt)
+    assert max(runs) > 5 * min(runs)
+
+
+def test_deal_rows_refuses() -> None:
+    plain = Layout.packed([3, 5], padded=[4, 6], total=12)
+    with pytest.raises(InputError, match="size=5 must divide the 12 rows"):
+        plain.deal_rows(0, 5)
+    with pytest.raises(InputError, match="rank=3 must be below size=3"):
+        plain.deal_rows(3, 3)
+    with pytest.raises(InputError, match="a shard of rows already"):
+        plain.deal_rows(0, 2).deal_rows(0, 3)
+    with pytest.raises(InputError, match="other has dealt=1, this layout 2"):
+        plain.deal_rows(0, 2).copy_(plain.shard_rows(0, 2))
+    assert Layout.packed([]).deal_rows(0, 2).num_keys == 0
+
+
+def test_a_shard_keeps_what_it_was_cut_from() -> None:
+    whole = Layout.causal(8)
+    shard = whole.deal_rows(1, 2)
+    assert shard.whole is whole
+    narrow = shard.last(2)
+    assert [int(one.keys.lengths().sum()) for one in (narrow, narrow.whole)] == [8, 15]
+    assert whole.last(2).whole is None
+    assert shard.to("meta").whole.rows.device.type == "meta"
+    static = Layout.packed([3, 5]).deal_rows(1, 2)
+    static.copy_(shard)
+    assert torch.equal(static.whole.keys.start, whole.keys.start)
+    with pytest.raises(InputError, match="other is no shard of rows"):
+        static.copy_(dataclasses.replace(shard, whole=None))
 
 
 def test_copy_refreshes_in_place() -> None:

@@ -80,6 +80,7 @@ class Layout:
     key_order_inverse: [S] int64: `global_[key_order_inverse]` undoes it; its rank-th part equals that rank's `rows`.
     real_rows: [T] bool, False on padding. num_real_rows: their count on this rank (host integer).
     num_keys: S. lengths: real length of each document of the whole layout (host integers).
+    whole: of a shard of rows, the layout that it was cut from. dealt: the number of shards of `deal_rows`, else 1.
     """
 
     keys: KeyRange
@@ -91,6 +92,8 @@ class Layout:
     num_real_rows: int
     num_keys: int
     lengths: tuple[int, ...]
+    whole: "Layout | None" = None
+    dealt: int = 1
 
     @property
     def every_row_has_a_key(self) -> bool:
@@ -188,21 +191,42 @@ class Layout:
         return cls._build(real, real, np.zeros_like(real), None, 1, 0).to(ids.device)
 
     def shard_rows(self, rank: int, size: int) -> "Layout":
-        """The rank-th of `size` equal runs of my rows (sequence parallelism); the keys stay whole."""
-        _require_int("size", size, 1)
+        """The rank-th of `size` equal runs of my rows (sequence parallelism); the keys stay whole.
+
+        Later rows of a document read more, so runs are unequal work: see `deal_rows`.
+        """
         _require_int("rank", rank, 0)
-        count = self.rows.shape[0]
+        step = self._run(size)
         if rank >= size:
             raise InputError(f"rank={rank} must be below size={size}")
-        if count % size:
-            raise InputError(f"size={size} must divide the {count} rows; pad the pack to a multiple of it")
-        step = count // size
         return self._take(slice(rank * step, (rank + 1) * step))
+
+    def deal_rows(self, rank: int, size: int) -> "Layout":
+        """Every size-th of my rows from the rank-th on: unlike runs, such shards read as much (sequence parallelism).
+
+        It remembers this layout as `whole`: attention heads read all rows. Its key order is that of rows gathered shard
+        by shard, over all ranks. Raises InputError where `size` does not divide the rows, and for a shard.
+        """
+        _require_int("rank", rank, 0)
+        step = self._run(size)
+        if rank >= size:
+            raise InputError(f"rank={rank} must be below size={size}")
+        if self.whole is not None:
+            raise InputError("the layout is a shard of rows already; deal the rows of the layout that it was cut from")
+        inverse = self.key_order_inverse.view(-1, max(step, 1), size).transpose(1, 2).reshape(-1)
+        order = torch.empty_like(inverse)
+        order[inverse] = torch.arange(len(inverse), device=inverse.device)
+        part = self._take(slice(rank, None, size))
+        return replace(part, key_order=order, key_order_inverse=inverse, whole=self, dealt=size)
+
+    def last(self, count: int) -> "Layout":
+        """The same rows, each reading its last `count` keys only: see `KeyRange.last`."""
+        return replace(self, keys=self.keys.last(count), whole=self.whole and self.whole.last(count))
 
     def to(self, device: torch.device | str) -> "Layout":
         """A copy on `device`; does not wait for a transfer to a GPU."""
         moved = {name: _send(getattr(self, name), device) for name in _TENSORS}
-        return replace(self, keys=self.keys.to(device), **moved)
+        return replace(self, keys=self.keys.to(device), whole=self.whole and self.whole.to(device), **moved)
 
     def copy_(self, other: "Layout") -> "Layout":
         """Refresh every table in place from a layout of the same geometry, for static buffers under CUDA graphs.
@@ -213,8 +237,14 @@ class Layout:
         mine, theirs = (self.rows.shape[0], self.num_keys), (other.rows.shape[0], other.num_keys)
         if mine != theirs:
             raise InputError(f"other has {theirs[0]} rows and {theirs[1]} keys, this layout {mine[0]} and {mine[1]}")
+        if self.dealt != other.dealt:
+            raise InputError(f"other has dealt={other.dealt}, this layout {self.dealt}; make them alike")
         if self.every_row_has_a_key and not other.every_row_has_a_key:
             raise InputError("other.every_row_has_a_key is False; a graph captured with True must not read it")
+        if self.whole is not None:
+            if other.whole is None:
+                raise InputError("other is no shard of rows, but this layout is one; give other.shard_rows(rank, size)")
+            self.whole.copy_(other.whole)
         for name in _TENSORS:
             getattr(self, name).copy_(getattr(other, name))
         self.keys.start.copy_(other.keys.start)
@@ -223,17 +253,28 @@ class Layout:
             object.__setattr__(self, name, getattr(other, name))
         return self
 
+    def _run(self, size: int) -> int:
+        """Rows in each of `size` equal runs."""
+        _require_int("size", size, 1)
+        count = self.rows.shape[0]
+        if count % size:
+            raise InputError(f"size={size} must divide the {count} rows; pad the pack to a multiple of it")
+        return count // size
+
     def _take(self, part: slice) -> "Layout":
         """My rows `part`, keys unchanged. Rebuilds the host integers, so it needs the layout on the CPU."""
-        real = self.real_rows[part]
+        real = self.real_rows[part].contiguous()
         count = int(real.sum())
+        start, stop = self.keys.start[part].contiguous(), self.keys.stop[part].contiguous()
         return replace(
             self,
-            keys=KeyRange(self.keys.start[part], self.keys.stop[part], count == real.shape[0]),
-            positions=self.positions[part],
-            rows=self.rows[part],
+            keys=KeyRange(start, stop, count == real.shape[0]),
+            positions=self.positions[part].contiguous(),
+            rows=self.rows[part].contiguous(),
             real_rows=real,
             num_real_rows=count,
+            whole=None,
+            dealt=1,
         )
 
     @classmethod

@@ -113,6 +113,7 @@ VARIANTS = {
     "gqa, norms, elementwise gate": gqa(qk_norm=True, output_gate="elementwise"),
     "gqa, headwise gate": gqa(output_gate="headwise"),
 }
+MIXTURE = {"experts": 8, "experts_per_token": 3, "intermediate_size": 64, "first_dense_layers": 1}
 BOTH = ("latent_kv", "sparse_attention_index")
 TEACHER = dataclasses.replace(TINY.dsa, share_every=2, multi_layer_teacher=True)
 MODELS = {
@@ -122,6 +123,7 @@ MODELS = {
     "repeated": dataclasses.replace(TINY, num_layers=2, mtp=MTPConfig(depths=2, repeated=True)),
     "shared": dataclasses.replace(TINY, num_layers=2, mtp=MTPConfig(depths=2, repeated=True, shared_components=BOTH)),
     "teacher": dataclasses.replace(TINY, num_layers=2, dsa=TEACHER),
+    "experts": dataclasses.replace(TINY, num_layers=2, moe=MoEConfig(**MIXTURE)),
     "mixed": dataclasses.replace(TINY, num_layers=2, layer_types=("dense", "dsa"), tie_embeddings=True),
 }
 POLICIES = get_args(Recompute)
@@ -198,7 +200,8 @@ def test_one_kernel_for_a_norm_keeps_less():
     config = dataclasses.replace(TINY, num_layers=2)
     fused = accounting.layer_memory(config, "dense", "dense")
     apart = accounting.layer_memory(config, "dense", "dense", fused_norms=False)
-    assert apart["norms"] - fused["norms"] == 4 * (2 * 128 + 64 + 48)
+    assert apart["attention norms"] - fused["attention norms"] == 4 * (128 + 64 + 48)
+    assert apart["mlp norm"] - fused["mlp norm"] == 4 * 128
     kept = layer_measured(config, "dense", "dense", "float32", tokens=96)
     assert kept != pytest.approx(96 * sum(fused.values()), rel=0.05)
 
@@ -223,7 +226,6 @@ def test_a_gpu_keeps_what_is_promised(name, mode, policy):
 @pytest.mark.parametrize(
     "config",
     [
-        dataclasses.replace(TINY, moe=MoEConfig()),
         dataclasses.replace(TINY, layer_types=("linear", "dsa", "dsa", "dsa"), kda=KDAConfig()),
         dataclasses.replace(TINY, layer_types=("dense", "dsa", "dsa", "dsa"), dense_attention=GQAConfig()),
     ],

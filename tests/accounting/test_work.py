@@ -59,6 +59,7 @@ def test_wrong_sizes_are_refused():
 
 def test_work_adds():
     assert Work(1, 2) + Work(10, 20) == Work(11, 22)
+    assert Work(1, 2) * 3 == Work(3, 6)
 
 
 def test_published_rules_of_one_op():

@@ -1,5 +1,7 @@
 """What holds for MLA and GQA alike: modes, who learns from what, documents, padding, recompute, compile."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -340,6 +342,29 @@ def test_a_probe_holds_no_graph(kind):
     attention(kind)(torch.randn(ROWS, MODEL), Layout.causal(ROWS), Pass(probe=lambda *what: seen.append(what)))
     what = seen[0][1]
     assert not any(x.requires_grad for x in (what.q, what.kv, what.lse, *what.index))
+
+
+@pytest.mark.parametrize("mode", ["sparse", "frozen"])
+def test_precision_changes_the_selection_alone(kind, mode, monkeypatch):
+    """Given the selection of fp8, bf16 has the same output, loss and gradients, bit for bit."""
+    module, hidden, layout = attention(kind), torch.randn(ROWS, MODEL), Layout.causal(ROWS)
+
+    def run(precision):
+        module.dsa = replace(module.dsa, precision=precision)
+        module.zero_grad()
+        out = module(hidden, layout, Pass(mode=mode))
+        (out.hidden.square().sum() + (0 if out.kl is None else out.kl)).backward()
+        return out, gradients(module)
+
+    plain, _ = run("bf16")
+    low, its = run("fp8")
+    assert not torch.equal(low.selection.index, plain.selection.index), "or this shows nothing"
+    monkeypatch.setattr("dsattn.nn.attention.select_keys", lambda *_, **options: low.selection)
+    given, own = run("bf16")
+    assert torch.equal(given.hidden, low.hidden)
+    assert (mode == "frozen") == (given.kl is None)
+    assert its.keys() == own.keys()
+    assert all(torch.equal(grad, own[name]) for name, grad in its.items())
 
 
 @pytest.mark.parametrize("mode", MODES)

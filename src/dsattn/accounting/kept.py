@@ -1,6 +1,9 @@
 """The bytes of every tensor that one layer keeps of a token: what `memory.py` adds up.
 
-Letters: M model width, I inner width, H heads, C key width, V value width, H_I / D indexer heads / width, K kept keys.
+A rank of several counts by its own rows, those that its attention heads read. With sequence parallelism it holds a
+share of them in the residual stream and in what works row by row; the keys of all rows stand beside its own.
+Letters: M model width, I inner width, H heads, C key width, V value width, H_I / D indexer heads / width, K kept keys,
+E experts.
 """
 
 from dataclasses import dataclass
@@ -19,7 +22,12 @@ def norm_bytes(width: int, fused: bool, read: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Kept:
-    """One layer's bytes a token. itemsize, stream: bytes of a number in the arithmetic and in the residual stream."""
+    """One layer's bytes a row. itemsize, stream: bytes of a number in the arithmetic and in the residual stream.
+
+    config: of what this rank holds: its heads, its part of the inner width. keys: rows of keys for each of its own.
+    shards: 1 / the part of its rows in the stream. indexer_shards: 1 / the part that its indexer works on.
+    moved: whether rows travel to their experts.
+    """
 
     config: ModelConfig
     layer: Layer
@@ -27,6 +35,10 @@ class Kept:
     itemsize: int
     stream: int
     fused_norms: bool
+    keys: int = 1
+    shards: int = 1
+    indexer_shards: int = 1
+    moved: bool = False
 
     @property
     def backbone_learns(self) -> bool:
@@ -52,44 +64,51 @@ class Kept:
     def everything(self) -> dict[str, int]:
         """By part, without recompute."""
         parts = {"selection": self.selection(), "indexer": self.indexer(), "indexer loss": self.loss()}
-        if self.backbone_learns:
-            q, k, v, out = self.core()
-            attention = q + k + v + out + _ROW * self.config.attention.heads
-            parts |= {
-                "norms": self.norms(),
-                "attention projections": self.projections(),
-                "attention": attention + self.tables(),
-                "mlp": self.mlp(),
-            }
-        return parts
+        return parts | self.of_attention() | self.of_mlp() if self.backbone_learns else parts
+
+    def of_attention(self) -> dict[str, int]:
+        """By part, what a backbone that learns keeps up to attention's output."""
+        q, k, v, out = self.core()
+        return {
+            "attention norms": self.attention_norms(),
+            "attention projections": self.projections(),
+            "attention": q + k + v + out + _ROW * self.config.attention.heads + self.tables(),
+        }
+
+    def of_mlp(self) -> dict[str, int]:
+        """By part, what it keeps behind that."""
+        norm = self._shard(norm_bytes(self.config.hidden_size, self.fused_norms))
+        return {"mlp norm": norm, "mlp": self.experts() if self.layer.experts else self.mlp()}
 
     def to_run_again(self, *, whole: bool) -> dict[str, int]:
         """By part, where the layer runs again: the whole of it, or all but the projections out of hidden states."""
-        entered = self.stream * self.config.hidden_size if self.runs_again else 0
+        entered = self._shard(self.stream * self.config.hidden_size) if self.runs_again else 0
         parts = {"residual stream": entered, "selection": self.selection(), "indexer loss": self.loss_found()}
+        if self.layer.experts and self.backbone_learns and self.config.moe is not None:
+            parts["experts"] = self._shard(4 * self.config.moe.experts_per_token)  # which ones
         if whole or not self.backbone_learns:
             return parts
-        projected = self.itemsize * sum(self._from_hidden())
+        projected = self._around_hidden(self.itemsize * sum(self._from_hidden()))
         return {**parts, "residual stream": 2 * entered, "attention projections": projected}
 
-    def norms(self) -> int:
-        """Of hidden states, latents, or query and key heads."""
+    def attention_norms(self) -> int:
+        """Of hidden states and latents, or query and key heads."""
         attention, fused = self.config.attention, self.fused_norms
-        total = 2 * norm_bytes(self.config.hidden_size, fused)
+        total = norm_bytes(self.config.hidden_size, fused)
         if isinstance(attention, GQAConfig):
             heads = attention.heads + attention.kv_heads if attention.qk_norm else 0
-            return total + heads * norm_bytes(attention.head_dim, fused)
+            return self._shard(total) + heads * norm_bytes(attention.head_dim, fused)
         if attention.q_lora_rank is not None:
             total += norm_bytes(attention.q_lora_rank, fused)
         if self.layer.own_keys:  # in fp32 it reads a part of the projection, all of which stays alive
             read = attention.latent_width if self.itemsize == FP32 else attention.kv_lora_rank
             total += norm_bytes(attention.kv_lora_rank, fused, read)
-        return total
+        return self._shard(total)
 
     def projections(self) -> int:
         """Inputs of attention's linear layers, and of the gate, that nobody else keeps."""
         attention, size = self.config.attention, self.itemsize
-        total = self._hidden(len(self._from_hidden()))
+        total = self._around_hidden(self._hidden(len(self._from_hidden())))
         gate = sum(self._gate())
         if isinstance(attention, GQAConfig):
             return total + size * (gate + (attention.heads * attention.head_dim if gate else 0))
@@ -98,7 +117,7 @@ class Kept:
         if self.sparse:  # W_UK reads the queries' projection; o_proj or the gate what W_UV gave
             total += size * attention.heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim) + size * width
         elif self.layer.own_keys:
-            total += size * attention.kv_lora_rank
+            total += size * attention.latent_width * self.keys
         return total + size * (gate + (width if gate else 0))
 
     def core(self) -> tuple[int, int, int, int]:
@@ -106,8 +125,9 @@ class Kept:
         attention, size, own = self.config.attention, self.itemsize, self.layer.own_keys
         heads = attention.heads
         if isinstance(attention, GQAConfig):
-            query, keys = size * heads * attention.head_dim, size * attention.kv_heads * attention.head_dim
+            query, keys = size * heads * attention.head_dim, size * attention.kv_heads * attention.head_dim * self.keys
             return query, keys, keys, query
+        own *= self.keys
         if self.sparse:
             keys = own * size * attention.latent_width
             return size * heads * attention.latent_width, keys, 0, size * heads * attention.kv_lora_rank
@@ -116,14 +136,29 @@ class Kept:
         return query, own * query, own * values, size * heads * attention.v_head_dim
 
     def tables(self) -> int:
-        """cos and sin of attention's RoPE."""
+        """cos and sin of attention's RoPE; GQA makes them for queries and for keys."""
         attention = self.config.attention
-        rotated = attention.rotated if isinstance(attention, GQAConfig) else attention.qk_rope_head_dim
-        return FP32 * rotated
+        return FP32 * (2 * attention.rotated if isinstance(attention, GQAConfig) else attention.qk_rope_head_dim)
 
     def mlp(self) -> int:
         """Inputs of gate and up, both outputs, silu(gate), and the product that down reads."""
         return self._hidden(2) + 4 * self.itemsize * self.config.intermediate_size
+
+    def experts(self) -> int:
+        """What router, routed experts, each row K times over, and shared experts keep of the rows of a shard.
+
+        Rows that travel are as many as stay, where loads are equal.
+        """
+        moe, size, hidden = self.config.moe, self.itemsize, self.config.hidden_size
+        assert moe is not None, "only a layer with experts has them"
+        slots, inner = moe.experts_per_token, moe.intermediate_size
+        normed = self.stream * hidden  # the router's input, and of fp32 arithmetic everybody's
+        chosen = slots * (8 + 1 + FP32) + FP32 + FP32 * moe.experts  # indices, holes, weights, their sum, scores
+        order = 8 * slots * (4 if self.moved else 2)
+        routed = slots * (size * (hidden + 5 * inner) + FP32)  # rows, gate and up, silu, their product, what down reads
+        shared = moe.shared_experts * moe.intermediate_size
+        casts = 2 * size * hidden if shared and self.stream > size else 0
+        return self._shard(normed + chosen + order + routed + casts + 4 * size * shared)
 
     def selection(self) -> int:
         """Indices and a length, where this layer selects."""
@@ -141,15 +176,16 @@ class Kept:
         from_hidden = indexer.query_from == "hidden"
         total = 0
         if size != self.stream or not self.backbone_learns:
-            total += self._hidden(2 + from_hidden)
+            total += self._shard(self._hidden(2 + from_hidden))
         if isinstance(self.config.attention, MLAConfig) and not from_hidden and not self.backbone_learns:
-            total += size * (self.config.attention.q_lora_rank or 0)
-        return total + FP32 * indexer.head_dim + 2 * _ROW + FP32 * indexer.rope_dim + self.index()
+            total += self._shard(size * (self.config.attention.q_lora_rank or 0))
+        return total + self._shard(FP32 * indexer.head_dim + 2 * _ROW + 2 * FP32 * indexer.rope_dim) + self.index()
 
     def index(self) -> int:
         """An indexer's q, k and w."""
         indexer = self.config.dsa.indexer
-        return self.itemsize * ((indexer.heads + 1) * indexer.head_dim + indexer.heads)
+        queries = self.itemsize * indexer.heads * (indexer.head_dim + 1)
+        return self._indexer_shard(queries) + self.itemsize * indexer.head_dim * self.keys
 
     def loss(self) -> int:
         """What the KL knows of each row, its gradient for selected scores, and in the warm-up attention's q and k."""
@@ -165,7 +201,18 @@ class Kept:
         """What the KL knows of each row, and its gradient for selected scores."""
         if not self.has_loss:
             return 0
-        return 3 * _ROW + (FP32 * self.config.dsa.indexer.top_k if self.sparse else 0)
+        return self._indexer_shard(3 * _ROW + (FP32 * self.config.dsa.indexer.top_k if self.sparse else 0))
+
+    def _around_hidden(self, size: int) -> int:
+        """Latents are made of a shard of hidden states, heads and their gates of all rows."""
+        latents = isinstance(self.config.attention, MLAConfig) and self.config.attention.q_lora_rank is not None
+        return self._shard(size) if latents and not self._gate() else size
+
+    def _shard(self, size: int) -> int:
+        return -(-size // self.shards)
+
+    def _indexer_shard(self, size: int) -> int:
+        return -(-size // self.indexer_shards)
 
     def _hidden(self, readers: int) -> int:
         """Normed hidden states that linear layers read: kept once, or a cast for each where the stream is wider."""

@@ -13,10 +13,19 @@ One tensor counts once, whoever keeps it. Left out: what belongs to the layout, 
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, get_args
 
 from dsattn.accounting.kept import FP32, Kept, norm_bytes
-from dsattn.accounting.weights import Layer, Role, attention_matrices, depths, layer_roles, mlp_matrices
+from dsattn.accounting.weights import (
+    Layer,
+    Role,
+    attention_matrices,
+    decoder_layers,
+    depths,
+    expert_matrices,
+    mlp_matrices,
+)
 from dsattn.config import Mode, ModelConfig, Recompute
 from dsattn.errors import InputError
 
@@ -42,17 +51,33 @@ def layer_memory(
     Raises InputError for another dtype or policy. Padding adds a byte a row and is left out.
     """
     size = _itemsize(dtype)
-    return _layer_memory(Kept(config, Layer(role), mode, size, FP32, fused_norms), recompute)
+    return layer_parts_kept(Kept(config, Layer(role), mode, size, FP32, fused_norms), recompute)
 
 
-def weight_copies(config: ModelConfig, mode: Mode, *, dtype: Dtype = "float32") -> int:
+def weight_copies(
+    config: ModelConfig, mode: Mode, *, dtype: Dtype = "float32", experts: bool = False, expert_count: int | None = None
+) -> int:
     """Bytes of the bf16 copies of one layer's weights that autocast keeps until the backward, whatever the tokens.
 
-    The indexer's inputs want no gradient, so its weights are not among them. With recompute there are none.
+    The indexer's inputs want no gradient, so its weights are not among them, nor is the router, which stays in fp32.
+    With recompute there are none. expert_count: routed experts that are here; None for all.
     """
     if dtype == "float32" or mode == "warmup":
         return 0
-    return 2 * sum(inputs * outputs for _, inputs, outputs in attention_matrices(config) + mlp_matrices(config))
+    matrices = attention_matrices(config) + mlp_matrices(config, experts=experts)
+    total = sum(inputs * outputs for _, inputs, outputs in matrices)
+    if experts and config.moe is not None:
+        each = sum(inputs * outputs for _, inputs, outputs in expert_matrices(config))
+        count = config.moe.experts if expert_count is None else expert_count
+        total += count * each - config.hidden_size * config.moe.experts
+    return 2 * total
+
+
+def refuse_uncounted(config: ModelConfig) -> None:
+    """Raise InputError for models with linear layers or two kinds of attention: what these keep is not counted."""
+    for name in ("kda", "dense_attention"):
+        if getattr(config, name) is not None:
+            raise InputError(f"config.{name} is set, and what its layers keep is not counted; leave it out, or measure")
 
 
 def model_memory(
@@ -68,43 +93,68 @@ def model_memory(
 
     Logits are made again in the backward, see `Decoder.lm_loss`. Parameters, gradients and the optimiser are not in it.
     What joins a depth of multi-token prediction to the one before it runs again under `full` only.
-    Raises InputError for models with experts, linear layers or two kinds of attention: these are not counted.
+    Raises InputError for models with linear layers or two kinds of attention: these are not counted.
     """
-    for name in ("moe", "kda", "dense_attention"):
-        if getattr(config, name) is not None:
-            raise InputError(f"config.{name} is set, and what its layers keep is not counted; leave it out, or measure")
-    size, ahead = _itemsize(dtype), depths(config)
-    kept = [Kept(config, Layer(role), mode, size, FP32, fused_norms) for role in layer_roles(config)]
-    kept += [Kept(config, depth, mode, size, size, fused_norms) for depth in ahead]
-    a_token = sum(sum(_layer_memory(layer, recompute).values()) for layer in kept)
-    a_token += 0 if recompute == "none" else _handed(kept)
-    if recompute == "full":
-        a_token += _entered_ahead(kept[len(kept) - len(ahead) :])
-    if mode == "warmup":
-        return tokens * a_token
-    hidden, norm = config.hidden_size, norm_bytes(config.hidden_size, fused_norms)
-    owners, copies = config.num_layers + config.mtp.num_layers, 0
+    refuse_uncounted(config)
+    size = _itemsize(dtype)
+    layers = [Kept(config, layer, mode, size, FP32, fused_norms) for layer in decoder_layers(config)]
+    ahead = [Kept(config, depth, mode, size, size, fused_norms) for depth in depths(config)]
+    kept = tokens * sum(row_memory(layers, ahead, recompute).values())
     if recompute == "none":
-        copies = owners * weight_copies(config, mode, dtype=dtype)
-    a_token += norm + FP32 * hidden + _LABELS + _TOKEN
-    if ahead:
-        a_token += len(ahead) * (size * hidden + _LABELS + 2 * _TOKEN + 1)
-    if ahead and recompute != "full":  # norms of both inputs and of the result, what the product that joins them reads
-        a_token += len(ahead) * (3 * norm + size * 2 * hidden)
-        copies += config.mtp.num_layers * 2 * (2 * hidden * hidden) if dtype == "bfloat16" else 0
-    return tokens * a_token + copies
+        owners = (layers + ahead)[: config.num_layers + config.mtp.num_layers]
+        kept += sum(weight_copies(config, mode, dtype=dtype, experts=one.layer.experts) for one in owners)
+    if recompute != "full" and dtype == "bfloat16" and mode != "warmup":
+        kept += config.mtp.num_layers * 2 * (2 * config.hidden_size**2)
+    return kept
 
 
-def _handed(kept: Sequence[Kept]) -> int:
+def row_memory(
+    layers: Sequence[Kept], ahead: Sequence[Kept], recompute: Recompute, *, head: bool = True
+) -> dict[str, int]:
+    """Bytes a row, by part, of decoder layers and depths of multi-token prediction that one process holds.
+
+    head: whether it holds the last norm and the losses, whose inputs stay.
+    """
+    parts: dict[str, int] = {}
+    for one in (*layers, *ahead):
+        for name, size in layer_parts_kept(one, recompute).items():
+            parts[name] = parts.get(name, 0) + size
+    if recompute != "none":
+        parts["handed on"] = _handed(layers, ahead)
+    if recompute == "full":
+        parts["residual stream"] = parts.get("residual stream", 0) + _entered_ahead(ahead)
+    if (layers or ahead) and (layers or ahead)[0].backbone_learns:
+        parts["head"] = (_of_head(layers, ahead) if head else 0) + _of_joins(ahead, recompute)
+    return {name: size for name, size in parts.items() if size}
+
+
+def _of_head(layers: Sequence[Kept], ahead: Sequence[Kept]) -> int:
+    """The last norm, its fp32 result, labels and tokens; for each depth its result, labels and tokens."""
+    one = (layers or ahead)[0]
+    hidden = one.config.hidden_size
+    total = norm_bytes(hidden, one.fused_norms) + FP32 * hidden
+    total += sum(depth.itemsize * hidden for depth in ahead)
+    return -(-total // one.shards) + _LABELS + _TOKEN + len(ahead) * (_LABELS + 2 * _TOKEN + 1)
+
+
+def _of_joins(ahead: Sequence[Kept], recompute: Recompute) -> int:
+    """Norms of both inputs and of the result, and what the product reads that joins them."""
+    if not ahead or recompute == "full":
+        return 0
+    one, hidden = ahead[0], ahead[0].config.hidden_size
+    each = 3 * norm_bytes(hidden, one.fused_norms) + one.itemsize * 2 * hidden
+    return -(-len(ahead) * each // one.shards)
+
+
+def _handed(layers: Sequence[Kept], ahead: Sequence[Kept]) -> int:
     """Bytes of what layers that run again have from others: an indexer's q, k and w to teach, a first depth's keys."""
-    first = kept[0]
-    config, sources, total = first.config, first.config.selection_sources, 0
-    if config.dsa.multi_layer_teacher and first.mode in ("warmup", "sparse"):
-        teachers = {source for layer, source in enumerate(sources) if source not in (None, layer)}
-        total += len(teachers) * first.index()
-    if config.mtp.shares("latent_kv") and first.backbone_learns:
-        source = next(layer for layer in kept[config.num_layers :] if layer.layer.own_keys)
-        total += sum(source.core()[1:3])
+    total = 0
+    roles = [one.layer.role for one in layers if one.layer.role != "dense"]
+    for one in layers[:1]:
+        if one.config.dsa.multi_layer_teacher and one.mode in ("warmup", "sparse"):
+            total += sum(pair == ("selects", "shares") for pair in pairwise(roles)) * one.index()
+    if ahead and ahead[0].config.mtp.shares("latent_kv") and ahead[0].backbone_learns:
+        total += sum(next(depth for depth in ahead if depth.layer.own_keys).core()[1:3])
     return total
 
 
@@ -112,10 +162,11 @@ def _entered_ahead(ahead: Sequence[Kept]) -> int:
     """Bytes that enter depths beside the stream: embeddings, and the first one's hidden states, which are fp32."""
     each = [FP32 * one.config.hidden_size for one in ahead if one.runs_again]
     wider = [(FP32 - one.stream) * one.config.hidden_size for one in ahead[:1] if one.runs_again]
-    return sum(each) + sum(wider)
+    return -(-(sum(each) + sum(wider)) // ahead[0].shards) if ahead else 0
 
 
-def _layer_memory(kept: Kept, recompute: Recompute) -> dict[str, int]:
+def layer_parts_kept(kept: Kept, recompute: Recompute) -> dict[str, int]:
+    """Bytes a row, by part, of one layer under a policy; parts that keep nothing are left out."""
     if recompute not in get_args(Recompute):
         raise InputError(f"recompute={recompute!r} must be one of {', '.join(get_args(Recompute))}")
     parts = kept.everything() if recompute == "none" else kept.to_run_again(whole=recompute == "full")

@@ -5,6 +5,7 @@ multi-token prediction is one more layer, one more product of head and embedding
 goes through the experts that it is sent to, not through all.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from dsattn.accounting.weights import (
@@ -54,7 +55,11 @@ def model_parts(config: ModelConfig, lengths: Sequence[int], mode: Mode) -> list
     """
     hidden, learns = config.hidden_size, mode != "warmup"
     head = [Matrix("head", hidden, config.vocab_size)]
-    parts = [part for layer in decoder_layers(config) for part in _layer_parts(config, layer, lengths, mode)]
+    parts = [
+        Part(name, forward * count, backward * count)
+        for layer, count in Counter(decoder_layers(config)).items()
+        for name, forward, backward in _layer_parts(config, layer, lengths, mode)
+    ]
     for depth in depths(config):
         parts += _layer_parts(config, depth, lengths, mode)
         parts += _linear_parts([Matrix("mtp", 2 * hidden, hidden), *head], sum(lengths), learns=learns)

@@ -108,7 +108,7 @@ def _swiglu(hidden: int, inner: int) -> list[Matrix]:
 
 def decoder_layers(config: ModelConfig) -> list[Layer]:
     """One entry a decoder layer."""
-    return _layers(config)[: config.num_layers]
+    return owning_layers(config)[: config.num_layers]
 
 
 def layer_roles(config: ModelConfig) -> list[Role]:
@@ -118,7 +118,7 @@ def layer_roles(config: ModelConfig) -> list[Role]:
 
 def depths(config: ModelConfig) -> list[Layer]:
     """One entry a depth of multi-token prediction."""
-    mtp, layers = config.mtp, _layers(config)
+    mtp, layers = config.mtp, owning_layers(config)
     found = []
     for depth in range(mtp.depths):
         layer, later = layers[config.num_layers + (0 if mtp.repeated else depth)], depth > 0
@@ -134,7 +134,7 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
 
     Layers of multi-token prediction count with the others; `mtp` is what joins them to the hidden states before them.
     """
-    layers, hidden = _layers(config), config.hidden_size
+    layers, hidden = owning_layers(config), config.hidden_size
     indexer, ahead = config.dsa.indexer, config.mtp.num_layers
     places = indexer.pool_size * indexer.head_dim if indexer.pool_size > 1 else 0  # KPool's position embedding
     indexers = [layer.role for layer in layers].count("selects")
@@ -147,14 +147,14 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
         "indexer": indexers * (_size(indexer_matrices(config)) + places),
         "mlp": sum(_size(mlp_matrices(config, experts=one.experts)) + one.experts * routed for one in layers),
         "mtp": ahead * 2 * hidden * hidden,
-        "norms": sum(_vectors(config, layer.kind) for layer in layers)
+        "norms": sum(layer_vectors(config, layer.kind) for layer in layers)
         + (1 + 3 * ahead) * hidden
         + indexers * 2 * indexer.head_dim,
         "head": 0 if config.tie_embeddings else config.vocab_size * hidden,
     }
 
 
-def _vectors(config: ModelConfig, kind: LayerType) -> int:
+def layer_vectors(config: ModelConfig, kind: LayerType) -> int:
     """Parameters of one layer that are no matrices, its indexer's left out."""
     if kind == "linear":  # the norm of the heads, dt and A
         kda = kda_of(config)
@@ -166,7 +166,7 @@ def _vectors(config: ModelConfig, kind: LayerType) -> int:
     return own + attention.kv_lora_rank + (attention.q_lora_rank or 0)
 
 
-def _layers(config: ModelConfig) -> list[Layer]:
+def owning_layers(config: ModelConfig) -> list[Layer]:
     """One entry a layer that owns parameters: the decoder's, then those of multi-token prediction."""
     facts = zip(config.selection_sources, config.all_types, config.has_experts, strict=True)
     return [

@@ -27,6 +27,9 @@ class Work:
     def __add__(self, other: "Work") -> "Work":
         return Work(self.flops + other.flops, self.bytes + other.bytes)
 
+    def __mul__(self, times: int) -> "Work":
+        return Work(self.flops * times, self.bytes * times)
+
 
 class Part(NamedTuple):
     """What one kind of operation of a layer or model does in a training step."""

@@ -5,7 +5,7 @@ Letters: T rows, M model width.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -23,6 +23,7 @@ from dsattn.model.mtp import IGNORED_LABEL, predict_ahead, shifted
 from dsattn.model.sharing import Sharing
 from dsattn.nn import LightningIndexer
 from dsattn.nn.attention import SelfAttention, without_padding
+from dsattn.nn.embedding import Embedding
 from dsattn.nn.linear_attention import KDASelfAttention
 from dsattn.nn.norm import RMSNorm
 from dsattn.nn.state import SPARSE, LayerCache, Pass
@@ -64,7 +65,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.config = config
         self.sources = config.selection_sources[: config.num_layers]
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, deterministic=config.dsa.deterministic)
         self.layers = nn.ModuleList(decoder_layers(config))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
@@ -77,27 +78,64 @@ class Backbone(nn.Module):
         tokens_ahead: Tensor | None = None,
     ) -> DecoderOutput:
         config = self.config
-        hidden = without_padding(self.embed_tokens(tokens.masked_fill(~layout.real_rows, 0)), layout)
+        hidden = self.embed(tokens, layout)
         sharing = Sharing(config.selection_sources, teach=config.dsa.multi_layer_teacher and caches is None)
-        grown: list[LayerCache] = []
         routing: dict[int, Routing] = {}
-        layers = list(self.layers)
-        for index, layer in enumerate(layers[: config.num_layers]):
+        hidden, held = self.run_layers(range(config.num_layers), hidden, layout, run, sharing, routing, caches)
+        hidden, ahead = self.norm(hidden), ()
+        if tokens_ahead is not None:
+            ahead = self.run_depths(range(len(tokens_ahead)), hidden, tokens_ahead, layout, run, sharing, routing)
+        return DecoderOutput(hidden, sharing.selections, sharing.kl, held, ahead, routing)
+
+    def embed(self, tokens: Tensor, layout: Layout) -> Tensor:
+        """tokens [T] -> [T, M], zeros in padding rows."""
+        return without_padding(self.embed_tokens(tokens.masked_fill(~layout.real_rows, 0)), layout)
+
+    def run_layers(
+        self,
+        layers: Iterable[int],
+        hidden: Tensor,
+        layout: Layout,
+        run: Pass,
+        sharing: Sharing,
+        routing: dict[int, Routing],
+        caches: Sequence[LayerCache] | None = None,
+    ) -> tuple[Tensor, tuple[LayerCache, ...] | None]:
+        """The residual stream [T, M] behind these decoder layers, and their grown caches where there are caches.
+
+        sharing, routing: get what the layers give, by layer.
+        """
+        grown: list[LayerCache] = []
+        for index in layers:
             cache = None if caches is None else caches[index]
             selection, own = sharing.before(index, run)
-            out: LayerOutput = layer(hidden, layout, own, selection=selection, cache=cache)
+            out: LayerOutput = self.layers[index](hidden, layout, own, selection=selection, cache=cache)
             hidden = out.hidden
             sharing.after(index, out)
             if out.routing is not None:
                 routing[index] = out.routing
             if out.cache is not None:
                 grown.append(out.cache)
-        hidden, ahead = self.norm(hidden), ()
-        if tokens_ahead is not None:
-            embedded = map(self._embed_ahead, tokens_ahead)
-            ahead = predict_ahead(layers[config.num_layers :], config, hidden, embedded, layout, run, sharing, routing)
-        held = None if caches is None else tuple(grown)
-        return DecoderOutput(hidden, sharing.selections, sharing.kl, held, ahead, routing)
+        return hidden, None if caches is None else tuple(grown)
+
+    def run_depths(
+        self,
+        depths: Iterable[int],
+        hidden: Tensor,
+        tokens_ahead: Tensor,
+        layout: Layout,
+        run: Pass,
+        sharing: Sharing,
+        routing: dict[int, Routing],
+    ) -> tuple[Tensor, ...]:
+        """[T, M] of each of these depths (from 0) of multi-token prediction.
+
+        hidden: of the depth before them, or of the decoder, normed. tokens_ahead: [N, T], of all depths.
+        """
+        config = self.config
+        embedded = ((depth, self._embed_ahead(tokens_ahead[depth])) for depth in depths)
+        layers = list(self.layers)[config.num_layers :]
+        return predict_ahead(layers, config, hidden, embedded, layout, run, sharing, routing)
 
     def _embed_ahead(self, tokens: Tensor) -> Tensor:
         nobody = tokens == IGNORED_LABEL
@@ -112,7 +150,8 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Backbone(config)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.reset_parameters()
+        if not self.model.embed_tokens.weight.is_meta:
+            self.reset_parameters()
 
     def forward(
         self,
@@ -204,11 +243,10 @@ class Decoder(nn.Module):
         """
         std = self.config.init_std
         residual = std / math.sqrt(2 * self.config.num_layers)
-        indexers = {module for indexer in self.indexers() for module in indexer.modules()}
-        ahead = {module for layer in self.model.layers[self.config.num_layers :] for module in layer.modules()}
-        modules = [(name, module) for name, module in self.named_modules() if module not in indexers]
-        for name, module in sorted(modules, key=lambda named: named[1] in ahead):
-            if isinstance(module, nn.Linear | nn.Embedding):
+        for name, module in self._drawn():
+            if isinstance(module, LightningIndexer):
+                module.reset_parameters(std, generator)
+            elif isinstance(module, nn.Linear | nn.Embedding):
                 adds = name.endswith(("o_proj", "down_proj"))
                 nn.init.normal_(module.weight, std=residual if adds else std, generator=generator)
             elif isinstance(module, RMSNorm):
@@ -219,12 +257,21 @@ class Decoder(nn.Module):
                 module.reset_parameters(std, generator)
             elif isinstance(module, SelfAttention) and module.sinks is not None:
                 nn.init.zeros_(module.sinks)
-        self.reset_indexers(generator)
 
     def reset_indexers(self, generator: torch.Generator | None = None) -> None:
         """Fresh weights for every indexer, nothing else."""
-        for indexer in self.indexers():
-            indexer.reset_parameters(self.config.init_std, generator)
+        for _, module in self._drawn():
+            if isinstance(module, LightningIndexer):
+                module.reset_parameters(self.config.init_std, generator)
+
+    def _drawn(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules by name, in the order that weights are drawn in: the backbone's, those of MTP, the indexers whole."""
+        indexers = {module for indexer in self.indexers() for module in indexer.modules()}
+        ahead = {module for layer in self.model.layers[self.config.num_layers :] for module in layer.modules()}
+        named = list(self.named_modules())
+        rest = [(name, module) for name, module in named if module not in indexers]
+        yield from sorted(rest, key=lambda one: one[1] in ahead)
+        yield from ((name, module) for name, module in named if isinstance(module, LightningIndexer))
 
     def move_routing_biases(self, loads: Mapping[int, Tensor], rate: float) -> None:
         """Once after each optimiser step: every router's bias moves by `rate` towards equal loads.

@@ -74,12 +74,15 @@ class DecoderLayer(nn.Module):
         self, run: Pass, hidden: Tensor, layout: Layout, selection: Selection | None, cache: LayerCache | None
     ) -> AttentionOutput:
         if self.window is not None:
-            layout = dataclasses.replace(layout, keys=layout.keys.last(self.window))
+            layout = layout.last(self.window)
         return self.self_attn(self.input_layernorm(hidden), layout, run, selection=selection, cache=cache)
 
     def _feed_forward(self, run: Pass, hidden: Tensor, layout: Layout) -> tuple[Tensor, Routing | None]:
         normed = self.post_attention_layernorm(hidden)
-        return self.mlp(normed, layout, run) if isinstance(self.mlp, MoE) else (self.mlp(normed), None)
+        if isinstance(self.mlp, MoE):
+            return self.mlp(normed, layout, run)
+        ranks = run.together
+        return ranks.leave(self.mlp(ranks.enter(normed))), None
 
 
 def _attention(config: ModelConfig, role: Role, layer_index: int) -> SelfAttention | KDASelfAttention:

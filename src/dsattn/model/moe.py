@@ -10,8 +10,9 @@ The bias b decides who is chosen and has no gradient: after each optimiser step 
 Letters: T rows, E experts, K experts of a token, M model width, I inner width of an expert, N documents.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from dsattn.errors import InputError
 from dsattn.keys import KeyRange, Layout
 from dsattn.model.mlp import SwiGLU
 from dsattn.nn.attention import without_padding
+from dsattn.nn.linear import local
 from dsattn.nn.state import SPARSE, Pass
 from dsattn.ops import select_topk
 
@@ -79,37 +81,60 @@ class Router(nn.Module):
         return _best(biased, real_rows, config.experts_per_token)
 
 
+class Exchange(Protocol):
+    """How rows reach the ranks that hold their experts: `parallel.expert.Exchange`."""
+
+    def __call__(
+        self, rows: Tensor, weight: Tensor, load: Tensor, through: Callable[[Tensor, Tensor, Tensor], Tensor], run: Pass
+    ) -> Tensor:
+        """rows [R, M], weight [R, 1], sorted by expert, rows of none last -> [R, M], in that order.
+
+        load: [E] int64, rows of each expert. through: what this rank's experts make of (rows, weight, ends [E here]).
+        """
+        ...
+
+
 class Experts(nn.Module):
-    """The routed SwiGLUs, all in two tensors, named as in the Hugging Face models: gate_up_proj and down_proj."""
+    """The routed SwiGLUs, all in two tensors, named as in the Hugging Face models: gate_up_proj and down_proj.
+
+    exchange: set where other ranks hold some of them; the two tensors are then DTensors over those ranks.
+    """
 
     def __init__(self, hidden_size: int, config: MoEConfig):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(config.experts, 2 * config.intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(config.experts, hidden_size, config.intermediate_size))
+        self.exchange: Exchange | None = None
 
-    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor, run: Pass = SPARSE) -> tuple[Tensor, Tensor]:
         """hidden [T, M], zeros where nothing is chosen -> (sum over chosen of weight * expert(x) [T, M], load [E]).
 
-        No device sync in bf16 on a GPU, and no atomic addition: gradients repeat bit for bit.
+        load: of these rows. No device sync in bf16 on a GPU where this rank holds all experts, and no atomic addition:
+        gradients repeat bit for bit.
         """
         device, experts = hidden.device.type, self.gate_up_proj.shape[0]
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         slots = chosen.shape[1]
-        # Slots without an expert go to the last one: zeros in, weight 0, zeros out, and every row has a product.
-        expert = chosen.masked_fill(chosen < 0, experts - 1).flatten()
+        expert = chosen.masked_fill(chosen < 0, experts).flatten()  # slots without an expert stand last
         order = expert.argsort(stable=True)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        place = _inverse(order)
         ids = torch.arange(experts, dtype=expert.dtype, device=expert.device)
         ends = torch.searchsorted(expert[order], ids, right=True, out_int32=True)
         load = ends.long().diff(prepend=ends.new_zeros(1, dtype=torch.int64))
-        load[-1] -= (chosen < 0).sum()
+        x = permute(hidden.to(dtype), order, place, slots)
+        weight = permute(weights.reshape(-1, 1), order, place)
+        if self.exchange is None:
+            ends[-1:].fill_(len(order))  # they go to the last expert, with weight 0, so that every row has a product
+            out = self._through(x, weight, ends)
+        else:
+            out = self.exchange(x, weight, load, self._through, run)
+        return permute(out, place, order).unflatten(0, (-1, slots)).sum(1), load
 
-        x = _Permute.apply(hidden.to(dtype), order, place, slots)
-        weight = _Permute.apply(weights.reshape(-1, 1), order, place, 1)
-        gate, up = grouped_linear(x, self.gate_up_proj.to(dtype), ends).chunk(2, -1)
-        inner = (F.silu(gate) * up * weight).to(dtype)  # a weight on I channels costs less than on M
-        out = grouped_linear(inner, self.down_proj.to(dtype), ends)
-        return _Permute.apply(out, place, order, 1).unflatten(0, (-1, slots)).sum(1), load
+    def _through(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        gate_up, down = (local(each).to(x.dtype) for each in (self.gate_up_proj, self.down_proj))
+        gate, up = grouped_linear(x, gate_up, ends).chunk(2, -1)
+        inner = (F.silu(gate) * up * weight).to(x.dtype)  # a weight on I channels costs less than on M
+        return grouped_linear(inner, down, ends)
 
 
 class MoE(nn.Module):
@@ -127,16 +152,18 @@ class MoE(nn.Module):
     def forward(self, hidden: Tensor, layout: Layout, run: Pass) -> tuple[Tensor, Routing]:
         """hidden [T, M] -> ([T, M], zeros in padding rows; where the rows went). Reads no padding.
 
-        Raises InputError where the balance loss is asked for and this rank holds a part of the rows only.
+        Under `run.ranks` load and balance are shares of a sum over the ranks that hold other rows. Raises InputError
+        where the balance loss is asked for, and this layout holds a part of its documents' rows without such ranks.
         """
         hidden = without_padding(hidden, layout)
         chosen, weights, scores = self.gate(hidden, layout.real_rows, run)
-        out, load = self.experts(hidden, chosen, weights)
+        out, load = self.experts(hidden, chosen, weights, run)
         if self.shared_experts is not None:
             out = out + self.shared_experts(hidden)
         balance = None
         if run.with_balance:
-            balance = sequence_balance(scores, self.config.experts_per_token, layout, run.kl_divisor)
+            total = None if run.ranks is None else run.ranks.total
+            balance = sequence_balance(scores, self.config.experts_per_token, layout, run.kl_divisor, total)
         return out, Routing(load, balance)
 
     @torch.no_grad()
@@ -155,7 +182,11 @@ class MoE(nn.Module):
 
 
 def sequence_balance(
-    scores: Tensor, experts_per_token: int, layout: Layout, divisor: int | float | Tensor | None = None
+    scores: Tensor,
+    experts_per_token: int,
+    layout: Layout,
+    divisor: int | float | Tensor | None = None,
+    total: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """The sequence-wise balance loss of DeepSeek-V3 (eq. 17 to 20), for each document, weighed by its rows.
 
@@ -164,11 +195,12 @@ def sequence_balance(
 
     scores: s [T, E], without the bias and whatever the groups. divisor: real rows of the whole global batch, so that
     neither the micro-batch split nor padding changes a gradient; None takes this layout's. 1 for equal loads.
-    Raises InputError where the layout holds a part of the rows only: documents may go on elsewhere; and inside a CUDA
-    graph.
+    total: where other ranks hold the documents' other rows, the sum over these ranks of a tensor without gradient. The
+    result is then these rows' share of the loss: P is a mean of rows, and f has no gradient.
+    Raises InputError where the layout holds a part of the rows only and nothing totals; and inside a CUDA graph.
     """
     rows, experts = scores.shape
-    if layout.num_keys != rows:
+    if layout.num_keys != rows and total is None:
         raise InputError(
             f"layout has {layout.num_keys} keys for {rows} rows, but the balance loss reads whole documents; "
             "leave it out, or give each rank whole documents"
@@ -182,23 +214,27 @@ def sequence_balance(
         divisor = max(layout.num_real_rows, 1)
     real = layout.real_rows
     scores = scores.masked_fill(~real[:, None], 1)
-    number = (real & (layout.positions == 0)).cumsum(0) - 1
+    begins = torch.zeros(layout.num_keys, dtype=torch.int32, device=scores.device)
+    begins[layout.rows] = (real & (layout.positions == 0)).int()
+    begins = begins if total is None else total(begins)
+    number = begins.cumsum(0)[layout.rows - layout.positions] - 1
     document = torch.arange(max(len(layout.lengths), 1), device=scores.device)
     member = ((number == document[:, None]) & real).to(scores.dtype)
     best = _one_hot(_best(scores.detach(), real, experts_per_token), experts).to(scores.dtype)
     share = scores / scores.sum(1, keepdim=True)
     with torch.autocast(scores.device.type, enabled=False):
         times, mass = member @ best, member @ share
-    lengths = member.sum(1, keepdim=True).clamp(min=1)
-    return (times * mass * (experts / experts_per_token) / lengths).sum() / divisor
+    counted = torch.cat((times, member.sum(1, keepdim=True)), 1)
+    times, lengths = (counted if total is None else total(counted)).split([experts, 1], 1)
+    return (times * mass * (experts / experts_per_token) / lengths.clamp(min=1)).sum() / divisor
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows ends[e - 1] .. ends[e] - 1 of x [R, in] times weight[e]^T of [E, out, in] -> [R, out].
 
-    ends: [E] int32, the last one R. One grouped product in bf16 on a GPU; elsewhere the reference.
+    ends: [E] int32, the last one R. One grouped product in bf16 on a GPU; elsewhere, and without rows, the reference.
     """
-    if x.is_cuda and x.dtype == torch.bfloat16:
+    if x.is_cuda and x.dtype == torch.bfloat16 and len(x):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     return grouped_linear_reference(x, weight, ends)
 
@@ -209,8 +245,18 @@ def grouped_linear_reference(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([F.linear(rows, one) for rows, one in zip(x.split(sizes), weight, strict=True)])
 
 
+def permute(x: Tensor, order: Tensor, place: Tensor, copies: int = 1) -> Tensor:
+    """x[order // copies], place being order's inverse; both directions are gathers, without atomics."""
+    return _Permute.apply(x, order, place, copies)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """place with place[order[i]] = i."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
 class _Permute(torch.autograd.Function):
-    """x[order // copies]. Both directions are gathers: index_select's own backward adds atomically."""
+    """index_select's own backward adds atomically."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, copies: int) -> Tensor:

@@ -74,7 +74,7 @@ def predict_ahead(
     layers: Sequence[Depth],
     config: ModelConfig,
     hidden: Tensor,
-    embedded: Iterable[Tensor],
+    embedded: Iterable[tuple[int, Tensor]],
     layout: Layout,
     run: Pass,
     sharing: Sharing,
@@ -82,9 +82,9 @@ def predict_ahead(
 ) -> tuple[Tensor, ...]:
     """Hidden states [T, M] of each depth.
 
-    layers: one a depth, or the one that is repeated. hidden: the decoder's, normed. embedded: each depth's [T, M].
-    sharing: what the decoder's layers handed on; gets the depths' selections and losses. routing: by layer, gets
-    theirs, summed over depths where one layer is repeated.
+    layers: one a depth, or the one that is repeated. hidden: of the depth before, or the decoder's, normed.
+    embedded: each depth that runs, from 0, with its [T, M]. sharing: what the decoder's layers handed on; gets the
+    depths' selections and losses. routing: by layer, gets theirs, summed over depths where one layer is repeated.
     With `shared_components` the first depth is the source: later ones attend to its keys, by its selection, or both.
     Its keys stay attached to autograd, so every depth's gradient reaches the weights that made them. Where they share
     the selection, later depths run no indexer, add no loss, and are not probed: the first is charged for all.
@@ -92,7 +92,7 @@ def predict_ahead(
     mtp = config.mtp
     outputs: list[Tensor] = []
     first: LayerOutput | None = None
-    for depth, ahead in enumerate(embedded):
+    for depth, ahead in embedded:
         at = config.num_layers + (0 if mtp.repeated else depth)
         selection, own = sharing.before(at, run)
         follows = first is not None and mtp.shares("sparse_attention_index")

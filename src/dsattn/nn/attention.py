@@ -8,10 +8,11 @@
 
 State is passed and returned: a `Selection` from an earlier layer, a `LayerCache` and what `Handed` names come in and go
 out as values.
-Letters: T rows, S keys, M model width, H heads, V value width, C latent width, G kv groups, d head width.
+Other ranks may hold rows, keys and heads: see `nn/ranks.py`.
+Letters: T my rows, R the rows that heads read, S keys, M model width, H heads here, V value width, C latent width, G kv
+groups here, d head width.
 """
 
-import contextlib
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,7 +22,8 @@ from dsattn.config import DSAConfig, GQAConfig, MLAConfig
 from dsattn.errors import InputError
 from dsattn.keys import Layout
 from dsattn.nn.indexer import IndexerOutput, LightningIndexer
-from dsattn.nn.state import AttentionOutput, Handed, LayerCache, Observation, Pass
+from dsattn.nn.linear import local
+from dsattn.nn.state import AttentionOutput, Handed, LayerCache, Observation, Pass, Turn
 from dsattn.ops import indexer_kl, select_keys
 from dsattn.selection import Selection
 
@@ -68,55 +70,80 @@ class SelfAttention(nn.Module):
             )
         return LightningIndexer(hidden_size, query_size, indexer, self.config.rope)
 
+    def begin(self, layout: Layout, run: Pass, selection: Selection | None, cache: LayerCache | None) -> Turn:
+        """What this pass does here. Raises InputError where a selection is missing, or would be ignored, and so on."""
+        dense, chooses, learns = self._plan(run, selection)
+        if run.ranks is not None and cache is not None:
+            raise InputError("cache is given with ranks, but decoding runs on one process; pass Pass(ranks=None)")
+        if run.ranks is not None and learns and run.kl_divisor is None:
+            raise InputError(
+                "kl_divisor=None with ranks: pass the real rows of the whole global batch; no rank has all"
+            )
+        observed = run.mode != "dense" and (run.probe is not None or cache is not None)
+        scores = self.indexer is not None and (learns or observed or (chooses and not run.holds("selection")))
+        return Turn(layout, run.together.head_rows(layout), run, selection, cache, dense, chooses, learns, scores)
+
+    def index_keys(self, turn: Turn, hidden: Tensor) -> tuple[Tensor, ...]:
+        """(the indexer's keys of my rows,), or nothing where it does not run."""
+        if not turn.scores or self.indexer is None:
+            return ()
+        with turn.taught():
+            return (self.indexer.keys(hidden, turn.layout.positions),)
+
+    def index(
+        self, turn: Turn, hidden: Tensor, q_latent: Tensor | None, keys: tuple[Tensor, ...]
+    ) -> IndexerOutput | None:
+        """The indexer's output, `keys` being those of all ranks; None where it does not run.
+
+        Its queries are of all rows that heads read, or of mine alone (`Ranks.splits_indexer`).
+        """
+        if not keys or self.indexer is None:
+            return None
+        ranks, from_hidden = turn.run.together, self.dsa.indexer.query_from == "hidden"
+        with turn.taught():
+            index = self.indexer(hidden, None if from_hidden else q_latent, turn.layout.positions, *keys)
+            return index if ranks.splits_indexer else IndexerOutput(ranks.rows(index.q), index.k, ranks.rows(index.w))
+
     def attend(
         self,
+        turn: Turn,
         q: Tensor,
         entries: tuple[Tensor, ...],
-        index_inputs: tuple[Tensor, Tensor | None],
-        layout: Layout,
-        run: Pass,
-        selection: Selection | None,
-        cache: LayerCache | None,
+        index: IndexerOutput | None,
+        teacher: tuple[Tensor, Tensor] | None = None,
     ) -> AttentionOutput:
-        """Attend by the pass's mode. `hidden` of the result is [T, H, V]: the caller projects it.
+        """Attend by the pass's mode. `hidden` of the result is [R, H, V]: the caller projects it.
 
-        q: [T, H, C or d]. entries: the keys and values of this pass's rows, as a LayerCache names them.
-        index_inputs: (hidden, query latent or None), for the indexer.
+        q: [R, H, C or d], of the rows and heads of this rank. entries: keys and values of all rows, as a LayerCache
+        names them. teacher: q and keys that give the same attention, for the indexer to learn from; None takes these.
         """
+        run, cache, selection = turn.run, turn.cache, turn.selection
         handed = run.handed or Handed()
         if handed.entries is not None and handed.entries is not entries:
             raise InputError(f"handed.entries is given, but layer {self.layer_index} has keys of its own; hand it none")
-        dense, chooses, learns = self._plan(run, selection)
-        observed = run.mode != "dense" and (run.probe is not None or cache is not None)
-        index = None
-        if self.indexer is not None and (learns or observed or (chooses and not run.holds("selection"))):
-            hidden, q_latent = index_inputs
-            with contextlib.nullcontext() if learns else torch.no_grad():
-                from_hidden = self.dsa.indexer.query_from == "hidden"
-                index = self.indexer(hidden, None if from_hidden else q_latent, layout.positions)
         if cache is not None:
             cache = cache.extended(entries, index.k if index else None)
             entries = cache.entries
             index = index._replace(k=cache.index_keys) if index else None
-        self._check_keys(entries[0], layout)
+        self._check(q, entries[0], turn)
 
-        if chooses:
-            selection = run.value("selection", self._select, index, layout)
+        if turn.chooses:
+            selection = run.value("selection", self._select, index, turn)
         kl = None
         taught = index if self.indexer is not None else handed.index
+        teacher = teacher or (q, entries[0])
         if selection is None:
-            assert dense, "the plan promised a selection"
-            out, lse = self._dense(q, entries, layout)
-            if taught is not None and learns:
-                kl = run.graph("loss", self._kl, taught, q, entries, lse, None, layout, run)
-        elif taught is not None and learns:
-            out, lse, kl = self._sparse_and_kl(taught, q, entries, selection, layout, run)
+            assert turn.dense, "the plan promised a selection"
+            out, lse = self._dense(q, entries, turn.rows)
+            if taught is not None and turn.learns:
+                kl = run.graph("loss", self._kl, taught, teacher, lse, None, turn)
+        elif taught is not None and turn.learns:
+            out, lse, kl = self._sparse_and_kl(taught, q, entries, selection, turn)
         else:
             out, lse = self._sparse(q, entries, selection)
         if run.probe is not None:
             seen = (q.detach(), entries[0].detach(), lse.detach())
-            own = index and IndexerOutput(*(x.detach() for x in index))
-            run.probe(self.layer_index, Observation(*seen, self.config.scale, own, selection, layout))
+            run.probe(self.layer_index, Observation(*seen, self.config.scale, _seen(index, run), selection, turn.rows))
         return AttentionOutput(out, selection, kl, cache, index, entries)
 
     def reads_every_key(self, run: Pass) -> bool:
@@ -149,20 +176,27 @@ class SelfAttention(nn.Module):
             )
         return dense, free and not dense, learns
 
-    def _check_keys(self, keys: Tensor, layout: Layout) -> None:
-        if layout.num_keys != keys.shape[0]:
+    def _check(self, q: Tensor, keys: Tensor, turn: Turn) -> None:
+        if turn.rows.num_keys != keys.shape[0]:
             raise InputError(
-                f"layout has {layout.num_keys} keys, but there are {keys.shape[0]} rows of them; "
+                f"layout has {turn.rows.num_keys} keys, but there are {keys.shape[0]} rows of them; "
                 "with a cache, use Layout.continuation(cache.num_rows, tokens)"
             )
+        parts = turn.run.together.tp_size
+        if q.shape[1] * parts != self.config.heads:
+            raise InputError(
+                f"layer {self.layer_index} holds {q.shape[1]} of {self.config.heads} heads, but the pass has {parts} "
+                "tensor-parallel rank(s); split the model by parallel.tensor.split, and pass Pass(ranks=...)"
+            )
 
-    def _select(self, index: IndexerOutput | None, layout: Layout) -> Selection:
-        dsa = self.dsa
+    def _select(self, index: IndexerOutput | None, turn: Turn) -> Selection:
+        dsa, ranks = self.dsa, turn.run.together
         assert index is not None, "only a replay has none, and it does not select"
+        layout = turn.index_rows
         if self.indexer is not None and dsa.indexer.pool_size > 1:
             options = {"precision": dsa.precision, "block_bytes": dsa.block_bytes, "backend": dsa.backend}
-            return self.indexer.select_pools(index, layout, **options)
-        return select_keys(
+            return ranks.selected(self.indexer.select_pools(index, layout, **options), turn.rows)
+        selection = select_keys(
             *index,
             layout.keys,
             dsa.indexer.top_k,
@@ -171,28 +205,35 @@ class SelfAttention(nn.Module):
             block_bytes=dsa.block_bytes,
             backend=dsa.backend,
         )
+        return ranks.selected(selection, turn.rows)
 
     def _kl(
         self,
         index: IndexerOutput,
-        q: Tensor,
-        entries: tuple[Tensor, ...],
+        teacher: tuple[Tensor, Tensor],
         lse: Tensor,
         selection: Selection | None,
-        layout: Layout,
-        run: Pass,
+        turn: Turn,
     ) -> Tensor:
+        """teacher: q [R, H, C], keys [S, C] or [S, G, C]. lse: [R, H]."""
+        ranks, (q, keys) = turn.run.together, teacher
+        if ranks.splits_indexer:  # my rows of every head, instead of every row of my heads
+            q, lse = ranks.all_heads(q), ranks.all_heads(lse)
+            keys = ranks.all_groups(keys) if keys.dim() == 3 else keys
+            selection = None if selection is None else ranks.own_rows(selection)
+        layout = turn.index_rows
         return indexer_kl(
             *index,
             q,
-            entries[0],
+            keys,
             lse,
             layout.keys,
             selection,
             scale=self.config.scale,
             real_rows=layout.real_rows,
-            divisor=run.kl_divisor,
+            divisor=turn.kl_divisor,
             relu=self.dsa.indexer.relu,
+            head_group=None if ranks.splits_indexer else ranks.head_group,
             backend=self.dsa.backend,
             deterministic=self.dsa.deterministic,
         )
@@ -206,27 +247,30 @@ class SelfAttention(nn.Module):
         raise NotImplementedError
 
     def _sparse_and_kl(
-        self,
-        index: IndexerOutput,
-        q: Tensor,
-        entries: tuple[Tensor, ...],
-        selection: Selection,
-        layout: Layout,
-        run: Pass,
+        self, index: IndexerOutput, q: Tensor, entries: tuple[Tensor, ...], selection: Selection, turn: Turn
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(out, lse, kl) over the selected keys; a layer with an op for both at once overrides this."""
         out, lse = self._sparse(q, entries, selection)
-        return out, lse, run.graph("loss", self._kl, index, q, entries, lse, selection, layout, run)
+        return out, lse, turn.run.graph("loss", self._kl, index, (q, entries[0]), lse, selection, turn)
 
     def _options(self, dtype: torch.dtype) -> dict[str, Any]:
         """The keyword arguments that every attention op takes."""
-        sink = None if self.sinks is None else self.sinks.to(torch.promote_types(dtype, torch.float32))
+        sink = None if self.sinks is None else local(self.sinks).to(torch.promote_types(dtype, torch.float32))
         return {
             "scale": self.config.scale,
             "sink": sink,
             "backend": self.dsa.backend,
             "deterministic": self.dsa.deterministic,
         }
+
+
+def _seen(index: IndexerOutput | None, run: Pass) -> IndexerOutput | None:
+    """Detached, of all rows that heads read."""
+    if index is None:
+        return None
+    q, k, w = (x.detach() for x in index)
+    ranks = run.together
+    return IndexerOutput(ranks.rows(q), k, ranks.rows(w)) if ranks.splits_indexer else IndexerOutput(q, k, w)
 
 
 def without_padding(hidden: Tensor, layout: Layout) -> Tensor:

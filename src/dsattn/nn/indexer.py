@@ -8,13 +8,13 @@ scored, after RoPE and rotation.
 Letters: T rows, M model width, H_I heads of width D.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dsattn.config import IndexerConfig, RopeConfig
+from dsattn.config import IndexerConfig, Precision, RopeConfig
 from dsattn.errors import InputError
 from dsattn.keys import Layout
 from dsattn.nn.norm import LayerNorm, hadamard
@@ -58,11 +58,14 @@ class LightningIndexer(nn.Module):
             self.index_kpool_compress_ape = nn.Parameter(ape, requires_grad=False)
             self.index_kpool_compress_gate = nn.Parameter(gate, requires_grad=False)
 
-    def forward(self, hidden: Tensor, q_latent: Tensor | None, positions: Tensor) -> IndexerOutput:
+    def forward(
+        self, hidden: Tensor, q_latent: Tensor | None, positions: Tensor, keys: Tensor | None = None
+    ) -> IndexerOutput:
         """Project; inputs are detached here, so that the indexer never teaches what feeds it.
 
         hidden: [T, M], after the layer's input norm. q_latent: [T, query_size], after the query latent's norm; None
-        where queries come from `hidden`. positions: [T] int64, restarting in every document.
+        where queries come from `hidden`. positions: [T] int64, restarting in every document. keys: what `keys` gave, of
+        these rows or of all ranks'; None makes these rows'.
         Raises InputError where q_latent is missing, or given although queries come from `hidden`.
         """
         config = self.config
@@ -74,24 +77,29 @@ class LightningIndexer(nn.Module):
             )
         hidden = hidden.detach()
         q = self.wq_b(hidden if q_latent is None else q_latent.detach()).unflatten(-1, (config.heads, config.head_dim))
-        k = self.k_norm(self.wk(hidden))
-        table = rotary_table(positions, self.rope, config.rope_dim, dtype=q.dtype)
-        q, k = (
-            rotate(x, table, interleaved=config.rope_interleaved, first=config.rope_first) for x in (q, k.to(q.dtype))
-        )
-        if config.hadamard:
-            q, k = hadamard(q), hadamard(k)
         w = self.weights_proj(hidden)
         if config.pool_arithmetic == "hf":
             w = w.to(torch.promote_types(w.dtype, torch.float32)) * config.heads**-0.5
         else:
             w = w * config.heads**-0.5 * config.head_dim**-0.5
-        if config.pool_size > 1:
+        return IndexerOutput(self._turned(q, positions), self.keys(hidden, positions) if keys is None else keys, w)
+
+    def keys(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """k of `forward`, which other ranks may need before queries are there."""
+        hidden = hidden.detach()
+        k = self._turned(self.k_norm(self.wk(hidden)), positions)
+        if self.config.pool_size > 1:
             k = torch.cat((k, F.linear(hidden, self.index_kpool_compress_gate).to(k.dtype)), -1)
-        return IndexerOutput(q, k, w)
+        return k
+
+    def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
+        config = self.config
+        table = rotary_table(positions, self.rope, config.rope_dim, dtype=x.dtype)
+        x = rotate(x, table, interleaved=config.rope_interleaved, first=config.rope_first)
+        return hadamard(x) if config.hadamard else x
 
     def select_pools(
-        self, index: IndexerOutput, layout: Layout, *, precision: Literal["bf16"], block_bytes: int, backend: str
+        self, index: IndexerOutput, layout: Layout, *, precision: Precision, block_bytes: int, backend: str
     ) -> Selection:
         """KPool's selection of keys: K / P pools by score, and the tail where the configuration has it.
 

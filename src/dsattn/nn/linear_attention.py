@@ -99,9 +99,11 @@ class KDASelfAttention(nn.Module):
         """Attend within each document and project; the same in every mode. Padding rows are not read and come out zero.
 
         hidden: [T, M]. cache: the state of one document's earlier rows. Raises InputError where a selection is given,
-        where hidden does not meet the layout, where this rank holds a part of the rows: a state runs through all, and
-        inside a CUDA graph.
+        where hidden does not meet the layout, where this rank holds a part of the rows under context parallelism: a
+        state runs through all, and inside a CUDA graph. Tensor-parallel ranks all run all rows.
         """
+        ranks = run.together
+        layout, hidden = ranks.documents(layout, hidden)
         self._check(hidden, layout, selection, cache)
         whole = layout.every_row_has_a_key
         rows = None if whole else _real_first(layout.real_rows)[: layout.num_real_rows]
@@ -120,7 +122,7 @@ class KDASelfAttention(nn.Module):
         if rows is not None:
             out = out.new_zeros(hidden.shape).index_copy(0, rows, out)
         grown = None if cache is None else LayerCache(conv=conv, state=state, seen=cache.num_rows + len(x))
-        return AttentionOutput(out, None, None, grown, None, ())
+        return AttentionOutput(ranks.own(out), None, None, grown, None, ())
 
     def _convolve(self, x: Tensor, positions: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
         """(SiLU of the causal convolution of x [T, 3 H d] within each document, the last W - 1 rows that it saw)."""

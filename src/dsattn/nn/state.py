@@ -3,6 +3,7 @@
 Letters: T rows, S keys, M model width, H heads, C latent width, G kv groups, d head width, D indexer width.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, get_args
@@ -14,6 +15,7 @@ from dsattn.config import Mode
 from dsattn.errors import InputError
 from dsattn.keys import Layout
 from dsattn.nn.indexer import IndexerOutput
+from dsattn.nn.ranks import ONE_RANK, Ranks
 from dsattn.selection import Selection
 
 
@@ -21,7 +23,8 @@ from dsattn.selection import Selection
 class Observation:
     """What a probe sees of one layer, detached. Enough to measure a selection against the attention it replaces.
 
-    q: [T, H, C] and kv: [S, C]; or q [T, H, d] and keys [S, G, d], of GQA and of MLA that reads every key.
+    q: [T, H, C] and kv: [S, C]; or q [T, H, d] and keys [S, G, d], of GQA and of MLA that reads every key. Under tensor
+    parallelism H and G are of this rank, T all rows that its heads read.
     lse: [T, H] over the keys that were read: every visible one in modes `dense` and `warmup`, the selected ones
     otherwise. scale: of the logits.
     index: the indexer's q, k and w; None in a layer without one and in mode `dense`. selection: None after dense
@@ -95,6 +98,8 @@ class Pass:
         indexer's recall against dense attention.
     handed: set by the model, for one layer.
     recompute: which parts of layers run again in the backward; None runs nothing again. kept: set by it, for one part.
+    ranks: the ranks that hold this micro-batch's other rows, or the model's other heads; None for one process. Losses
+        need their global divisors then: a rank knows its own counts only.
     """
 
     mode: Mode = "sparse"
@@ -106,10 +111,16 @@ class Pass:
     handed: Handed | None = None
     recompute: Recompute | None = None
     kept: Kept | None = None
+    ranks: Ranks | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise InputError(f"mode={self.mode!r} must be one of {', '.join(get_args(Mode))}")
+
+    @property
+    def together(self) -> Ranks:
+        """`ranks`, or what stands for one process."""
+        return ONE_RANK if self.ranks is None else self.ranks
 
     def holds(self, name: str) -> bool:
         """Whether a checkpoint runs this part of a layer again, with `name` kept from the first pass."""
@@ -170,13 +181,48 @@ class LayerCache:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One pass through one layer: what came in, and what it does.
+
+    layout: of my rows. rows: of the rows that heads read. dense: every visible key is read. chooses: the indexer
+    selects. learns: an indexer is taught, the own one or the one that is handed. scores: the own indexer runs.
+    """
+
+    layout: Layout
+    rows: Layout
+    run: Pass
+    selection: Selection | None
+    cache: LayerCache | None
+    dense: bool
+    chooses: bool
+    learns: bool
+    scores: bool
+
+    @property
+    def index_rows(self) -> Layout:
+        """The layout of the rows that the indexer has queries of."""
+        return self.layout if self.run.together.splits_indexer else self.rows
+
+    @property
+    def kl_divisor(self) -> int | float | Tensor | None:
+        """That of the pass; ranks that repeat one loss take equal parts of it."""
+        divisor, repeats = self.run.kl_divisor, self.run.together.kl_repeats
+        return divisor if divisor is None or repeats == 1 else divisor * repeats
+
+    def taught(self) -> contextlib.AbstractContextManager[Any]:
+        """Autograd is on for the indexer where it learns."""
+        return contextlib.nullcontext() if self.learns else torch.no_grad()
+
+
+@dataclass(frozen=True)
 class AttentionOutput:
     """hidden: [T, M]. selection: what was attended to, for the layers that share it; None after dense attention.
 
     kl: fp32 scalar, sum over real rows / divisor; None where the pass or the layer has none. In a layer that shares a
     selection it is that of the indexer it was handed.
     cache: the given cache with this pass's rows; None where none was given.
-    index: the layer's own indexer's q, k and w, for layers that teach it; None where it did not run.
+    index: the layer's own indexer's q, k and w, for layers that teach it; None where it did not run. Under tensor
+    parallelism its queries may be those of this rank's rows only (`Ranks.splits_indexer`).
     entries: the keys and values that were read, attached to autograd: (kv [S, C],) of MLA that selects, else
     (k [S, G, d], v [S, G, d]).
     """

@@ -27,7 +27,8 @@ from dsattn.nn.state import Part, Pass
 
 R = TypeVar("R")
 PARTS: dict[Recompute, tuple[Part, ...]] = {"none": (), "selective": ("attention", "mlp"), "full": ("layer",)}
-CHOSEN = ("selection", "loss", "experts")  # what `reuse_selection` keeps; the rest are products of selective recompute
+# What `reuse_selection` keeps; the rest are products of selective recompute.
+CHOSEN = ("selection", "loss", "experts", "expert_counts")
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
 
 

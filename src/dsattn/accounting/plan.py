@@ -1,0 +1,196 @@
+"""The memory of one rank at its fullest moment, by part: what doctor prints before anything is launched.
+
+    standing    parameters, gradients and AdamW's two moments, in fp32, of the rank's share (FSDP2 cuts it further)
+    weights     whole layers that FSDP2 gathers, or autocast's copies where nothing is sharded
+    activations what layers keep for their backward, for every micro-batch in flight
+    at work     the most that one layer, or the head, needs beyond that: run again, gradients, a kernel's scratch
+
+The fullest moment is one of: attention's backward in the last layer, its MLP's, the forward of a layer that selects,
+the backward of the logits. Rows are spread evenly, experts are loaded equally. Left out: the allocator's rounding and
+fragments, NCCL's buffers, the CUDA context.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dsattn.accounting.kept import FP32, Kept
+from dsattn.accounting.memory import layer_parts_kept, refuse_uncounted, row_memory, weight_copies
+from dsattn.accounting.place import Place, Weights, learning, place
+from dsattn.accounting.scratch import attention_backward, indexer_loss, logits, selection
+from dsattn.config import Mode, RunConfig
+
+Device = Literal["cpu", "cuda"]
+
+WORKSPACE = 2**25  # cuBLAS's, on a Hopper GPU
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by part. moment: where the peak is."""
+
+    standing: dict[str, int]
+    activations: dict[str, int]
+    at_work: dict[str, int]
+    moment: str
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Every part that is not empty."""
+        every = self.standing | self.activations | self.at_work
+        return {name: size for name, size in every.items() if size}
+
+    @property
+    def peak(self) -> int:
+        """Bytes alive at once, at most."""
+        return sum(self.parts.values())
+
+
+def memory_plan(run: RunConfig, mode: Mode, *, stage: int = 0, device: Device = "cuda") -> MemoryPlan:
+    """Of a rank of pipeline stage `stage`, training in `mode`, from a step's second micro-batch on.
+
+    device: kernels' scratch differs, and torch's RMSNorm keeps more on a CPU. Raises InputError for models with linear
+    layers or two kinds of attention, ConfigError where the model cannot be cut so.
+    """
+    refuse_uncounted(run.model)
+    here = place(run, stage)
+    kept = layers_kept(here, run, mode, fused_norms=device == "cuda")
+    standing = _standing(here, run, mode)
+    head = any(chunk.head for chunk in here.chunks)
+    decoder = sum(len(chunk.layers) for chunk in here.chunks)
+    a_row = row_memory(kept[:decoder], kept[decoder:], run.train.recompute, head=head)
+    flights = min(here.in_flight, micro_batches(run) * len(here.chunks)) / len(here.chunks)
+    activations = {name: round(flights * here.rows * size) for name, size in a_row.items()}
+    moment, at_work = max(_moments(here, kept, run, device).items(), key=lambda item: sum(item[1].values()))
+    if device == "cuda":
+        standing["workspace"] = WORKSPACE
+    return MemoryPlan(standing, activations, at_work, moment)
+
+
+def layers_kept(here: Place, run: RunConfig, mode: Mode, *, fused_norms: bool = True) -> list[Kept]:
+    """One entry for each layer, or depth of multi-token prediction, that runs on this rank."""
+    size = 2 if run.train.dtype == "bfloat16" else FP32
+    shape = (here.keys // max(here.rows, 1), here.stream_shards, here.indexer_shards, here.parallel.ep > 1)
+    decoder = sum(len(chunk.layers) for chunk in here.chunks)
+    return [
+        Kept(here.model, layer, mode, size, FP32 if number < decoder else size, fused_norms, *shape)
+        for number, layer in enumerate(here.runs)
+    ]
+
+
+def micro_batches(run: RunConfig) -> int:
+    """Of a rank in one step."""
+    own = max(run.train.packs_per_step // run.parallel.batch_ranks, 1)
+    return max(own // run.train.packs_per_micro_batch, 1)
+
+
+def _standing(here: Place, run: RunConfig, mode: Mode) -> dict[str, int]:
+    layers = [here.weights(layer) for layer in here.layers]
+    total = sum(layers, here.around())
+    around = here.around() if mode != "warmup" else Weights()
+    learns = sum((learning(one, mode) for one in layers), around)
+    held, taught = _share(total, here), _share(learns, here)
+    standing = {"parameters": FP32 * held, "gradients": FP32 * taught, "optimiser": 2 * FP32 * taught}
+    sharded = here.parallel.dp_shard * here.parallel.cp > 1 or _expert_shards(here) > 1
+    if sharded:
+        return standing | {"gathered weights": _gathered(here, layers, run, mode)}
+    if run.train.recompute == "none" and run.train.dtype == "bfloat16":
+        copies = sum(
+            weight_copies(here.model, mode, dtype="bfloat16", experts=one.experts, expert_count=here.experts)
+            for one in here.runs
+        )
+        standing["weights in bf16"] = copies
+    return standing
+
+
+def _share(weights: Weights, here: Place) -> int:
+    """Of FSDP2's shards."""
+    shards = here.parallel.dp_shard * here.parallel.cp
+    return -(-(weights.split + weights.whole) // shards) + -(-weights.experts // _expert_shards(here))
+
+
+def _expert_shards(here: Place) -> int:
+    parallel = here.parallel
+    dense = parallel.dp_shard * parallel.cp
+    return dense if parallel.ep == 1 else dense * parallel.tp // parallel.ep
+
+
+def _gathered(here: Place, layers: list[Weights], run: RunConfig, mode: Mode) -> int:
+    """A layer and the one fetched ahead, a layer's gradients as they are reduced in fp32; the root unit and its own."""
+    size = 2 if run.train.dtype == "bfloat16" else FP32
+    largest = max((one.split + one.whole + one.experts for one in layers), default=0)
+    taught = max((learning(one, mode) for one in layers), key=_count, default=Weights())
+    root = here.around().whole * (1 if mode == "warmup" else 2)
+    return size * (2 * largest + root) + (size + FP32) * _count(taught)
+
+
+def _count(weights: Weights) -> int:
+    return weights.split + weights.whole + weights.experts
+
+
+def _moments(here: Place, kept: list[Kept], run: RunConfig, device: Device) -> dict[str, dict[str, int]]:
+    """What is alive beyond what every layer keeps, by moment and part; a part may be below zero: already given back."""
+    rows, policy = here.rows, run.train.recompute
+    moments: dict[str, dict[str, int]] = {}
+    if any(chunk.head for chunk in here.chunks) and kept and kept[0].backbone_learns:
+        moments["logits, backward"] = {"logits": logits(run.model.vocab_size, rows // here.stream_shards)}
+    for one in dict.fromkeys(reversed(kept)):
+        whole, own = sum(one.everything().values()), sum(layer_parts_kept(one, policy).values())
+        mlp = sum(one.of_mlp().values()) if one.backbone_learns else 0
+        again = {"none": 0, "full": whole - own, "selective": _attention_again(one)}[policy]
+        name = f"{one.layer.role} layer"
+        stream = 2 * FP32 * run.model.hidden_size // here.stream_shards
+        if one.runs_again:
+            scratch = attention_backward(one, here, device) + indexer_loss(one, here, device)
+            behind = -mlp if policy != "selective" else 0
+            moments[f"attention of a {name}, backward"] = {
+                **_again(rows * (again + behind)),
+                "gradients in flight": rows * (_gradients(one) + stream),
+                "scratch": scratch,
+            }
+        if one.backbone_learns:
+            again = mlp if policy == "selective" else again
+            moments[f"MLP of a {name}, backward"] = {
+                **_again(rows * again),
+                "gradients in flight": rows * (_mlp_gradients(one) + stream),
+            }
+        scratch = selection(one, here, device)
+        if one.backbone_learns:
+            first = sum(one.of_attention().values()) if policy != "none" else -mlp
+        else:
+            q, k, v, out = one.core()
+            first = v + out + (0 if policy == "none" and one.has_loss else q + k)
+        moments[f"attention of a {name}, forward"] = {**_again(rows * first), "scratch": scratch}
+    return moments or {"nothing": {}}
+
+
+def _again(size: int) -> dict[str, int]:
+    """Below zero where the backward has given back what stood behind this place."""
+    return {"run again" if size > 0 else "given back": size}
+
+
+def _attention_again(one: Kept) -> int:
+    """Bytes a row that selective recompute makes again of attention; norms read what is kept in the same dtype."""
+    if not one.backbone_learns:
+        return 0
+    again = sum(one.of_attention().values()) + one.indexer()
+    kept = one.to_run_again(whole=False)
+    return (
+        again
+        - one.stream * one.config.hidden_size // one.shards
+        - (kept.get("attention projections", 0) if one.itemsize == FP32 else 0)
+    )
+
+
+def _gradients(one: Kept) -> int:
+    """Bytes a row of the gradients that attention's backward reads and makes."""
+    total = sum(one.core()) if one.backbone_learns else 0
+    return total + (one.index() if one.indexer_learns else 0)
+
+
+def _mlp_gradients(one: Kept) -> int:
+    """Bytes a row of the gradients of the MLP's product and of its factors."""
+    moe = one.config.moe
+    if not one.layer.experts or moe is None:
+        return one.itemsize * (3 * one.config.intermediate_size + one.config.hidden_size)
+    slots = moe.experts_per_token
+    return one.itemsize * slots * (4 * moe.intermediate_size + 2 * one.config.hidden_size) // one.shards

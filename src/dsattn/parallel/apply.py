@@ -1,0 +1,150 @@
+"""A model on a mesh: every kind of parallelism, put on from outside in one order.
+
+    1. pipeline     this rank's stages, or the whole model, with the weights that one process would draw
+    2. tensor       heads and widths split over tp                              parallel/tensor.py
+    3. experts      routed experts split over ep                                parallel/expert.py
+    4. sharding     every layer over dp_shard x cp, replicas over dp_replicate  parallel/fsdp.py
+    5. schedule     stages joined to a pipeline                                 parallel/pipeline.py
+
+Recompute and the ranks of a micro-batch are put on by each pass (`Pass.recompute`, `Pass.ranks`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dsattn.config import ModelConfig, TrainConfig
+from dsattn.model.decoder import Decoder
+from dsattn.model.stage import DecoderStage, cut
+from dsattn.nn import LightningIndexer
+from dsattn.nn.ranks import Ranks
+from dsattn.parallel import context, expert, fsdp, tensor
+from dsattn.parallel.gradients import clip
+from dsattn.parallel.mesh import ParallelMesh
+from dsattn.parallel.pipeline import Pipeline
+
+
+class Stages(nn.Module):
+    """Several pipeline stages of one rank as one model: parameters have the whole model's names."""
+
+    def __init__(self, stages: Sequence[DecoderStage]):
+        super().__init__()
+        self.config = stages[0].config
+        self.stages = nn.ModuleList(stages)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of each stage; a name comes twice where two stages hold copies."""
+        for stage in self.stages:
+            yield from stage.named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Those of all stages in one; copies are equal."""
+        return {name: value for stage in self.stages for name, value in stage.state_dict(*args, **kwargs).items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Each stage takes its own."""
+        for stage in self.stages:
+            own = {name: state_dict[name] for name in stage.state_dict()} if strict else state_dict
+            stage.load_state_dict(own, strict=strict, assign=assign)
+
+    def indexers(self) -> list[LightningIndexer]:
+        """Of all stages."""
+        return [module for module in self.modules() if isinstance(module, LightningIndexer)]
+
+    def reset_indexers(self, generator: torch.Generator | None = None) -> None:
+        """Fresh weights for every indexer, nothing else."""
+        for stage in self.stages:
+            stage.reset_indexers(generator)  # pyright: ignore[reportCallIssue]
+
+    def move_routing_biases(self, loads: Mapping[int, Tensor], rate: float) -> None:
+        """As `Decoder.move_routing_biases`; each stage takes its layers' loads."""
+        for stage in self.stages:
+            stage.move_routing_biases(loads, rate)  # pyright: ignore[reportCallIssue]
+
+    @property
+    def copies(self) -> frozenset[str]:
+        """See `DecoderStage.copies`."""
+        return frozenset[str]().union(*(stage.copies for stage in self.stages))  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True, eq=False)
+class Parallel:
+    """A model as it lies on this rank, and who it works with.
+
+    model: the whole decoder with its parameters split, or this rank's stages. pipeline: None without pp. ranks: of
+    every micro-batch, for `Pass.ranks`; None where no rank shares one.
+    """
+
+    model: Decoder | Stages
+    mesh: ParallelMesh
+    pipeline: Pipeline | None = None
+    ranks: Ranks | None = None
+
+    @property
+    def copies(self) -> frozenset[str]:
+        """Names of parameters that another pipeline rank counts in norms and totals."""
+        return self.model.copies if isinstance(self.model, DecoderStage | Stages) else frozenset()
+
+    def finish_gradients(self) -> None:
+        """Behind a step's last backward: sum over tp what replicated parameters saw of it in parts."""
+        tensor.reduce_replicated(self.model, self.mesh)
+
+    def clip_gradients(self, most: float) -> float:
+        """Scale gradients down where their global norm is above `most`; the norm before, equal on all ranks."""
+        if not self.mesh.views:
+            learning = [one for one in self.model.parameters() if one.requires_grad]
+            return nn.utils.clip_grad_norm_(learning, most).item()
+        return clip(self.model.named_parameters(), most, self.mesh, self.copies)
+
+    def count_parameters(self) -> int:
+        """Of the whole model. Collective."""
+        own = sum(one.numel() for name, one in self.model.named_parameters() if name not in self.copies)
+        group = self.mesh.group("pp")
+        if group is None:
+            return own
+        total = torch.tensor(own, device=self.mesh.device)
+        dist.all_reduce(total, group=group)
+        return int(total)
+
+
+def apply(
+    config: ModelConfig,
+    mesh: ParallelMesh,
+    train: TrainConfig,
+    prepare: Callable[[Decoder | DecoderStage], None] | None = None,
+) -> Parallel:
+    """Make the model and put it on the mesh. The same seed must be set on every rank: weights are drawn before cuts.
+
+    prepare: what is done to each stage, or to the whole model, while its weights are whole. Collective.
+    """
+    parts = [part.to(mesh.device) for part in _parts(config, mesh)]
+    for part in parts:
+        if prepare is not None:
+            prepare(part)
+        tensor.split(part, mesh)
+        expert.split(part, mesh)
+        fsdp.shard(part, mesh, train)
+    ranks = context.ranks_of(mesh)
+    stages = [part for part in parts if isinstance(part, DecoderStage)]
+    if not stages:
+        return Parallel(parts[0], mesh, ranks=ranks)
+    pipeline = Pipeline(stages, mesh, mesh.config.schedule)
+    return Parallel(stages[0] if len(stages) == 1 else Stages(stages), mesh, pipeline, ranks)
+
+
+def _parts(config: ModelConfig, mesh: ParallelMesh) -> list[Decoder]:
+    """The whole model, or this rank's stages. Every stage draws the whole model's random numbers and keeps its own."""
+    if mesh.size("pp") == 1:
+        return [Decoder(config)]
+    chunks = cut(config, mesh.config.chunks(config.num_layers, config.mtp.depths))
+    mine = chunks[mesh.rank("pp") :: mesh.size("pp")]
+    state = torch.get_rng_state()
+    stages: list[Decoder] = []
+    for chunk in mine:
+        torch.set_rng_state(state)
+        stages.append(DecoderStage(config, chunk))
+    return stages

@@ -1,0 +1,242 @@
+"""The plan of one rank's memory against measured peaks, and against counts by hand."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from dsattn import accounting
+from dsattn.config import (
+    DataConfig,
+    GQAConfig,
+    KDAConfig,
+    Mode,
+    MoEConfig,
+    MTPConfig,
+    ParallelConfig,
+    RunConfig,
+    StageConfig,
+)
+from dsattn.errors import ConfigError, InputError
+from dsattn.keys import Layout
+from dsattn.model import Decoder
+from dsattn.nn.linear import local
+from dsattn.parallel.apply import apply
+from dsattn.parallel.mesh import build_mesh
+from dsattn.training.data import Pack
+from dsattn.training.recipes import RECIPES
+from dsattn.training.stages import make_optimizer, set_mode
+from dsattn.training.step import accumulate_gradients
+
+TINY = RECIPES["tiny"]()
+WIDE = dataclasses.replace(TINY.model, hidden_size=192, intermediate_size=768)
+INDEXER = dataclasses.replace(TINY.model.dsa.indexer, query_from="hidden")
+MOE = MoEConfig(experts=8, experts_per_token=2, intermediate_size=128, first_dense_layers=1)
+MODELS = {
+    "mla": WIDE,
+    "gqa": dataclasses.replace(
+        WIDE,
+        attention=GQAConfig(heads=4, kv_heads=2, head_dim=32, rope_dim=16),
+        dsa=dataclasses.replace(WIDE.dsa, indexer=INDEXER),
+    ),
+    "experts": dataclasses.replace(WIDE, moe=MOE),
+    "mtp": dataclasses.replace(WIDE, mtp=MTPConfig(depths=2)),
+}
+PEAKS = [
+    ("mla", "dense", "none", "float32"),
+    ("mla", "dense", "full", "float32"),
+    ("mla", "warmup", "none", "float32"),
+    ("mla", "sparse", "none", "bfloat16"),
+    ("mla", "sparse", "selective", "float32"),
+    ("mla", "frozen", "full", "float32"),
+    ("gqa", "sparse", "none", "float32"),
+    ("experts", "sparse", "full", "float32"),
+    ("mtp", "dense", "none", "float32"),
+]
+TOKENS = 768
+
+
+def run_of(model: str, policy: str, dtype: str, tokens: int = TOKENS) -> RunConfig:
+    train = dataclasses.replace(TINY.train, recompute=policy, dtype=dtype, packs_per_step=1, packs_per_micro_batch=1)
+    return RunConfig(model=MODELS[model], train=train, data=DataConfig(pack_tokens=tokens))
+
+
+def pack_of(tokens: int) -> Pack:
+    text = torch.randint(250, (tokens,))
+    return Pack(text, text.roll(-1), Layout.causal(tokens), tokens)
+
+
+def step(run: RunConfig, mode: str, device: str) -> tuple[Decoder, torch.optim.Optimizer, Callable[[], object]]:
+    """A model with gradients and optimiser state, and a further micro-batch to run."""
+    model = Decoder(run.model).train().to(device)
+    set_mode(model, mode)
+    stage = StageConfig(mode=mode)
+    optimizer = make_optimizer(model, run.train, stage)
+    packs = [pack_of(run.data.pack_tokens)]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    return model, optimizer, lambda: accumulate_gradients(model, packs, stage, run.train)
+
+
+@contextmanager
+def no_talk() -> Iterator[None]:
+    """The profiler writes a line to stderr whenever it starts."""
+    sys.stderr.flush()
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
+
+
+def peak_on_cpu(work: Callable[[], object]) -> int:
+    """Most bytes that torch's allocator held at once beyond what it held before."""
+    with no_talk(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        work()
+    events = [event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "mode", "policy", "dtype"), PEAKS)
+def test_peaks_are_those_measured(model, mode, policy, dtype):
+    run = run_of(model, policy, dtype)
+    decoder, optimizer, again = step(run, mode, "cpu")
+    plan = accounting.memory_plan(run, mode, device="cpu")
+    standing = sum(p.nbytes + (0 if p.grad is None else p.grad.nbytes) for p in decoder.parameters())
+    standing += sum(x.nbytes for state in optimizer.state.values() for x in state.values() if x.dim())
+    assert standing == sum(plan.standing[name] for name in ("parameters", "gradients", "optimiser"))
+    assert plan.peak == pytest.approx(standing + peak_on_cpu(again), rel=0.1), plan
+
+
+MESHES = {
+    "cp": ("mla", "sparse", "full", {"cp": 2}),
+    "tp": ("mla", "sparse", "none", {"tp": 2}),
+    "ep": ("experts", "dense", "none", {"cp": 2, "ep": 2}),
+}
+
+
+def on_two_ranks(rank: int, folder: Path) -> None:
+    """Write (bytes that stand, bytes at the peak) of this rank, by mesh."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    seen = {}
+    for name in MESHES:
+        run, mode = on_mesh(name)
+        torch.manual_seed(0)
+        whole = apply(run.model, build_mesh(run.parallel, "cpu"), run.train)
+        set_mode(whole.model, mode)
+        packs, stage = [pack_of(run.data.pack_tokens)], StageConfig(mode=mode)
+        accumulate_gradients(whole, packs, stage, run.train)
+        held = [local(x) for p in whole.model.parameters() for x in (p, p.grad) if x is not None]
+        standing = sum(x.nbytes for x in held)
+        seen[name] = standing, standing + peak_on_cpu(lambda: accumulate_gradients(whole, packs, stage, run.train))  # noqa: B023
+    (folder / f"{rank}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+def on_mesh(name: str) -> tuple[RunConfig, Mode]:
+    model, mode, policy, parallel = MESHES[name]
+    return dataclasses.replace(run_of(model, policy, "float32", 1536), parallel=ParallelConfig(**parallel)), mode
+
+
+@pytest.mark.slow
+def test_peaks_of_two_ranks_are_those_measured(tmp_path):
+    command = [sys.executable, __file__, str(tmp_path)]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    for rank in range(2):
+        for name, (standing, peak) in json.loads((tmp_path / f"{rank}.json").read_text()).items():
+            run, mode = on_mesh(name)
+            plan = accounting.memory_plan(run, mode, device="cpu")
+            assert standing == pytest.approx(plan.standing["parameters"] + plan.standing["gradients"], rel=1e-3), name
+            assert plan.peak - plan.standing["optimiser"] == pytest.approx(peak, rel=0.1), (name, plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [8192, 32768])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_peaks_on_a_gpu(tokens, policy, capsys):
+    small = RECIPES["small"]()
+    run = dataclasses.replace(
+        small,
+        data=dataclasses.replace(small.data, pack_tokens=tokens),
+        train=dataclasses.replace(small.train, recompute=policy, packs_per_step=1),
+    )
+    torch.cuda.empty_cache()
+    *kept, again = step(run, "sparse", "cuda")
+    torch.cuda.reset_peak_memory_stats()
+    again()
+    measured, plan = torch.cuda.max_memory_allocated(), accounting.memory_plan(run, "sparse")
+    del kept, again
+    said = f"small, {tokens} tokens, recompute {policy}: plan {plan.peak / 2**30:.2f} GiB, {plan.moment}"
+    with capsys.disabled():
+        sys.stdout.write(f"\n{said}; measured {measured / 2**30:.2f} GiB, ratio {plan.peak / measured:.3f}\n")
+    assert plan.peak == pytest.approx(measured, rel=0.1), plan
+
+
+def of(model: str = "mla", tokens: int = 4096, policy: str = "none", **parallel: int) -> RunConfig:
+    run = run_of(model, policy, "bfloat16", tokens)
+    packs = 4 * parallel.get("dp_shard", 1) * parallel.get("dp_replicate", 1)
+    train = dataclasses.replace(run.train, packs_per_step=packs)
+    return dataclasses.replace(run, parallel=ParallelConfig(**parallel), train=train)
+
+
+def test_a_stricter_policy_plans_less_and_more_ranks_too():
+    peaks = [accounting.memory_plan(of(policy=policy), "sparse").peak for policy in ("none", "selective", "full")]
+    assert peaks == sorted(peaks, reverse=True)
+    alone = accounting.memory_plan(of(), "sparse").peak
+    for parallel in ({"cp": 2}, {"tp": 2}, {"pp": 2}):
+        assert accounting.memory_plan(of(**parallel), "sparse").peak < alone
+
+
+def test_scratch_counts_from_where_kernels_take_it():
+    """Also that the parts are the whole."""
+    small = RECIPES["small"]()
+    short, long = (
+        accounting.memory_plan(dataclasses.replace(small, data=DataConfig(pack_tokens=tokens)), "sparse")
+        for tokens in (16384, 16385)
+    )
+    assert short.moment == "attention of a selects layer, forward", "scores of all rows and keys are 1 GiB"
+    assert long.moment == "attention of a selects layer, backward"
+    assert long.at_work["scratch"] > 4 * 16385 * 16 * 576
+    assert sum(long.parts.values()) == long.peak
+    assert all(long.parts.values())
+
+
+def test_what_cannot_be_planned_is_refused():
+    linear = dataclasses.replace(WIDE, layer_types=("linear", "dsa", "dsa", "dsa"), kda=KDAConfig())
+    with pytest.raises(InputError, match="kda is set"):
+        accounting.memory_plan(RunConfig(model=linear, data=DataConfig(pack_tokens=64)), "sparse")
+    shared = dataclasses.replace(WIDE, dsa=dataclasses.replace(WIDE.dsa, share_every=4))
+    with pytest.raises(ConfigError, match="begins with layer"):
+        accounting.memory_plan(dataclasses.replace(of(pp=2), model=shared), "sparse")
+
+
+if __name__ == "__main__":
+    on_two_ranks(int(sys.argv[2]), Path(sys.argv[1]))

@@ -1,0 +1,64 @@
+import dataclasses
+
+import pytest
+import torch
+
+from dsattn import accounting
+from dsattn.accounting import scratch
+from dsattn.config import DataConfig
+from dsattn.training.recipes import RECIPES
+
+GIB = 2**30
+
+
+def kept_of(tokens: int, mode: str = "sparse", deterministic: bool | None = None):
+    """(place, memory of a layer) of `small`."""
+    run = RECIPES["small"]()
+    dsa = dataclasses.replace(run.model.dsa, deterministic=deterministic)
+    model = dataclasses.replace(run.model, dsa=dsa)
+    run = dataclasses.replace(run, model=model, data=DataConfig(pack_tokens=tokens))
+    here = accounting.place(run)
+    return here, accounting.layers_kept(here, run, mode)[0]
+
+
+def test_logits_are_those_of_a_chunk():
+    assert scratch.logits(100, 5) == 3 * 4 * 100 * 5
+    assert scratch.logits(100, 10**6) == scratch.logits(100, 4096)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(4096, 4 * 4096**2), (2**17, GIB)])
+def test_a_selection_scores_within_its_budget(tokens, expected):
+    here, one = kept_of(tokens)
+    assert scratch.selection(one, here, "cuda") == expected
+    assert scratch.selection(*reversed(kept_of(tokens, "warmup")), "cuda") == 0
+
+
+def test_sums_over_keys_and_contributions():
+    sums = 4 * 8192 * 576
+    assert scratch.attention_backward(*reversed(kept_of(8192)), "cuda") == sums
+    assert scratch.attention_backward(*reversed(kept_of(8192, deterministic=True)), "cuda") == sums + 2 * GIB
+    assert scratch.attention_backward(*reversed(kept_of(2**15)), "cuda") == 4 * 2**15 * 576
+    assert scratch.attention_backward(*reversed(kept_of(2**17)), "cuda") == 4 * 2**17 * 576 + 2 * GIB
+    assert scratch.attention_backward(*reversed(kept_of(8192, "warmup")), "cuda") == 0
+
+
+def test_the_loss_takes_a_target():
+    sums = 4 * 8192 * 64
+    assert scratch.indexer_loss(*reversed(kept_of(8192)), "cuda") == sums + 4 * 8192 * 2048
+    assert scratch.indexer_loss(*reversed(kept_of(8192, "warmup")), "cuda") == sums + 2 * 4 * 8192**2
+    assert scratch.indexer_loss(*reversed(kept_of(8192, "frozen")), "cuda") == 0
+
+
+def test_budgets_are_those_of_the_kernels():
+    pytest.importorskip("triton")
+    from dsattn.backends.hopper import sparse_mla
+    from dsattn.backends.triton import indexer_kl, sparse_gqa
+    from dsattn.ops import blocks, indexer, select
+
+    assert scratch.CONTRIBUTIONS == sparse_mla.SCRATCH_BYTES
+    assert scratch.CONTRIBUTIONS_FROM == sparse_mla.CONTRIBUTIONS_FROM
+    assert scratch.GQA_CONTRIBUTIONS == sparse_gqa.SCRATCH_BYTES
+    assert scratch.TARGET == indexer_kl.SCRATCH_BYTES
+    assert scratch.CPU_BLOCK == blocks._CPU_BYTES
+    assert indexer.tile_shape(torch.device("cpu"))[0] == scratch.CPU_TILE_ROWS
+    assert scratch.CPU_SCORE == select._BYTES_PER_SCORE

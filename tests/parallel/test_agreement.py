@@ -1,0 +1,263 @@
+"""The agreement matrix: one step on many ranks has the losses and gradients of one process.
+
+Started with arguments, this file is one rank of a launch; the tests read what the launches wrote.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from dsattn.config import (
+    DSAConfig,
+    GQAConfig,
+    IndexerConfig,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    MTPConfig,
+    ParallelConfig,
+    StageConfig,
+    TrainConfig,
+)
+from dsattn.keys import Layout
+from dsattn.model.decoder import Decoder
+from dsattn.parallel.apply import apply
+from dsattn.parallel.gradients import clip
+from dsattn.parallel.mesh import build_mesh
+from dsattn.training.data import IGNORED_LABEL, Pack
+from dsattn.training.stages import set_mode
+from dsattn.training.step import accumulate_gradients
+
+BAR = 1e-5
+SECONDS = 150  # of one launch, before it is killed
+
+INDEXER = IndexerConfig(heads=2, head_dim=8, top_k=4, rope_dim=4)
+PLAIN = ModelConfig(
+    hidden_size=16,
+    num_layers=4,
+    intermediate_size=16,
+    attention=MLAConfig(heads=4, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4),
+    dsa=DSAConfig(indexer=INDEXER),
+    init_std=0.1,
+)
+REPEATED = MTPConfig(depths=2, repeated=True, shared_components=("latent_kv",))
+MODELS = {
+    "plain": PLAIN,
+    "sharing": dataclasses.replace(
+        PLAIN, dsa=DSAConfig(indexer=INDEXER, share_every=2, multi_layer_teacher=True), mtp=REPEATED
+    ),
+    "gqa": dataclasses.replace(
+        PLAIN,
+        num_layers=2,
+        attention=GQAConfig(
+            heads=4, kv_heads=4, head_dim=4, rope_dim=4, qk_norm=True, sink=True, output_gate="headwise"
+        ),
+        dsa=DSAConfig(indexer=dataclasses.replace(INDEXER, query_from="hidden")),
+        tie_embeddings=True,
+    ),
+    "experts": dataclasses.replace(
+        PLAIN,
+        num_layers=2,
+        moe=MoEConfig(experts=4, experts_per_token=2, intermediate_size=8, first_dense_layers=1),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One cell: a mesh, a model, a mode, settings of the step. pending: why it cannot run yet."""
+
+    name: str
+    mesh: dict[str, Any]
+    model: str = "plain"
+    mode: Any = "sparse"
+    train: dict[str, Any] = dataclasses.field(default_factory=dict)
+    balance_weight: float = 0.0
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return ParallelConfig(**self.mesh)
+
+
+ONE = {"packs_per_micro_batch": 1}
+FULL = {"recompute": "full"}
+SELECTIVE = {"recompute": "selective"}
+
+CASES = [
+    Case("shards", {"dp_shard": 2}),
+    Case("shards, micro-batches, sharing, recompute", {"dp_shard": 2}, "sharing", train=ONE | FULL),
+    Case("shards, dense", {"dp_shard": 2}, mode="dense"),
+    Case("shards, warm-up", {"dp_shard": 2}, "sharing", "warmup", ONE),
+    Case("shards, fixed indexers", {"dp_shard": 2}, "gqa", "frozen", SELECTIVE),
+    Case("shards, experts", {"dp_shard": 2}, "experts", balance_weight=0.1),
+    Case("replicas", {"dp_replicate": 2}, "sharing", train=ONE | SELECTIVE),
+    Case("replicas of shards", {"dp_replicate": 2, "dp_shard": 2}, "sharing", train=ONE | FULL),
+    Case("four shards, tied", {"dp_shard": 4}, "gqa"),
+    Case("context", {"cp": 2}, "plain", train=ONE),
+    Case("context, sharing, recompute", {"cp": 2}, "sharing", train=SELECTIVE),
+    Case("context, dense", {"cp": 2}, "sharing", "dense"),
+    Case("context, warm-up", {"cp": 2}, "gqa", "warmup"),
+    Case("context of four", {"cp": 4}, "sharing", train=FULL),
+    Case("context, shards", {"cp": 2, "dp_shard": 2}, "sharing", train=ONE | FULL),
+    Case("tensor", {"tp": 2}, "plain"),
+    Case("tensor, sharing, recompute", {"tp": 2}, "sharing", train=FULL),
+    Case("tensor, whole rows", {"tp": 2, "sequence_parallel": False}, "sharing", train=SELECTIVE),
+    Case("tensor, GQA", {"tp": 2, "split_indexer_rows": False}, "gqa"),
+    Case("tensor of four", {"tp": 4}, "gqa", "frozen"),
+    Case("tensor, context", {"tp": 2, "cp": 2}, "sharing", train=SELECTIVE),
+    Case("tensor, shards", {"tp": 2, "dp_shard": 2}, "sharing", "warmup"),
+    Case("tensor, replicas, whole rows", {"tp": 2, "dp_replicate": 2, "sequence_parallel": False}, "gqa"),
+    Case("pipeline", {"pp": 2}, "sharing", train=ONE),
+    Case("pipeline, MTP alone, recompute", {"pp": 2, "pipeline_layout": "Etttt|mmL"}, "sharing", train=ONE | FULL),
+    Case("pipeline, interleaved", {"pp": 2, "vpp": 2, "schedule": "Interleaved1F1B"}, "plain", train=ONE),
+    Case("pipeline, warm-up, tied", {"pp": 2}, "gqa", "warmup", ONE),
+    Case("pipeline, context", {"pp": 2, "cp": 2}, "sharing", train=ONE | FULL),
+    Case("pipeline, tensor", {"pp": 2, "tp": 2}, "gqa", train=ONE),
+    Case("pipeline, shards", {"pp": 2, "dp_shard": 2}, "sharing", train=ONE | SELECTIVE),
+    Case("experts", {"dp_shard": 2, "ep": 2}, "experts", balance_weight=0.1),
+    Case("experts, shards", {"dp_shard": 4, "ep": 2}, "experts", train=ONE | FULL),
+    Case("experts, tensor, context", {"tp": 2, "cp": 2, "ep": 2}, "experts"),
+]
+
+
+def packs() -> list[Pack]:
+    """Four packs of 48 rows; documents of 1, 2, 3 and 7 tokens among longer ones, one pack padded, one nearly empty."""
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for lengths in ([30, 18], [1, 2, 3, 7, 21], [44, 1, 3], [2]):
+        layout = Layout.packed(lengths, total=48)
+        tokens = torch.randint(0, 256, (48,), generator=generator)
+        labels = tokens.roll(-1)
+        labels[torch.tensor(lengths).cumsum(0) - 1] = IGNORED_LABEL
+        labels[~layout.real_rows] = IGNORED_LABEL
+        made.append(Pack(tokens, labels, layout, sum(lengths) - len(lengths)))
+    return made
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """Losses and gradients of this rank beside those of one process: the largest differences, relative."""
+    model, stage = MODELS[case.model], StageConfig(mode=case.mode, balance_weight=case.balance_weight)
+    train = TrainConfig(**{"packs_per_step": 4, "packs_per_micro_batch": 2} | case.train)
+    torch.manual_seed(0)
+    alone = Decoder(model)
+    set_mode(alone, case.mode)
+    expected = accumulate_gradients(alone, packs(), stage, train)
+    torch.manual_seed(0)
+    whole = apply(model, build_mesh(case.parallel, "cpu"), train)
+    set_mode(whole.model, case.mode)
+    found = accumulate_gradients(whole, packs(), stage, train)
+    wanted = dict(alone.named_parameters())
+    gradients = {}
+    for name, parameter in whole.model.named_parameters():
+        reference, gradient = wanted[name].grad, parameter.grad
+        if reference is None or gradient is None:
+            gradients[name] = 0.0 if reference is gradient else float("inf")
+            continue
+        gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        gradients[name] = float((gradient - reference).abs().max() / reference.abs().max().clamp(min=1e-12))
+    norm = float(torch.nn.utils.clip_grad_norm_(alone.parameters(), 1e-3))
+    clipped = clip(whole.model.named_parameters(), 1e-3, whole.mesh, whole.copies)
+    return {
+        "gradients": gradients,
+        "losses": {
+            "lm": _relative(found.lm, expected.lm),
+            "norm": _relative(clipped, norm),
+            "rows": abs(found.rows - expected.rows),
+            "balance": _relative(found.balance or 0.0, expected.balance or 0.0),
+            **{f"kl {layer}": _relative(found.kl.get(layer, 0.0), value) for layer, value in expected.kl.items()},
+            **{
+                f"mtp {depth}": _relative(a, b)
+                for depth, (a, b) in enumerate(zip(found.mtp, expected.mtp, strict=True))
+            },
+            **{
+                f"loads {layer}": float((found.loads[layer] - load).abs().max())
+                for layer, load in expected.loads.items()
+            },
+        },
+        "names": sorted(set(wanted)),
+    }
+
+
+def _relative(a: float, b: float) -> float:
+    """A loss near zero is a difference of numbers near one, and rounded as they are."""
+    return abs(a - b) / max(abs(b), 0.1)
+
+
+def main(rank: int, world: int, folder: Path) -> None:
+    """One rank of a launch: every case that has as many processes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    for number, case in enumerate(CASES):
+        if case.parallel.world_size == world:
+            began = time.monotonic()
+            result = run_case(case)
+            everyone: list[Any] = [None] * world
+            dist.all_gather_object(everyone, result)
+            if rank == 0:
+                summary = {
+                    "losses": {name: max(one["losses"][name] for one in everyone) for name in result["losses"]},
+                    "gradients": {
+                        name: max(
+                            (one["gradients"][name] for one in everyone if name in one["gradients"]), default=None
+                        )
+                        for name in result["names"]
+                    },
+                    "seconds": time.monotonic() - began,
+                }
+                (folder / f"{number}.json").write_text(json.dumps(summary))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, str]]:
+    """For each number of processes: the folder with results, and what went wrong."""
+    return {world: _launch(world, tmp_path_factory.mktemp(f"launch-{world}")) for world in (2, 4)}
+
+
+def _launch(world: int, folder: Path) -> tuple[Path, str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with contextlib.ExitStack() as stack:
+        ranks: list[subprocess.Popen[bytes]] = []
+        for rank in range(world):
+            said = stack.enter_context((folder / f"rank-{rank}.err").open("w"))
+            command = [sys.executable, "-W", "error", __file__, str(rank), str(world), str(folder)]
+            ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=said))
+        deadline = time.monotonic() + SECONDS
+        while any(one.poll() is None for one in ranks) and time.monotonic() < deadline:
+            if any(one.poll() not in (None, 0) for one in ranks):
+                break
+            time.sleep(0.1)
+        for one in ranks:
+            one.kill()
+            one.wait()
+    return folder, "\n".join(
+        f"rank {rank}: {(folder / f'rank-{rank}.err').read_text()[-3000:]}" for rank in range(world)
+    )
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: CASES[number].name)
+def test_a_step_on_many_ranks_is_that_of_one(launched: dict[int, tuple[Path, str]], number: int) -> None:
+    folder, said = launched[CASES[number].parallel.world_size]
+    path = folder / f"{number}.json"
+    assert path.exists(), f"the launch ended before this case:\n{said}"
+    found = json.loads(path.read_text())
+    missing = [name for name, value in found["gradients"].items() if value is None]
+    assert not missing, f"no rank holds {missing}"
+    apart = {name: value for kind in ("losses", "gradients") for name, value in found[kind].items() if not value <= BAR}
+    assert not apart, apart
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
