@@ -41,7 +41,7 @@ def layer_trial(setting: Setting) -> Trial:
     rest = {"heads": shape["H"], "width": shape["C"], "value_width": shape["V"], "top_k": shape["K"]}
     call = Call.of(sets[0].take("q")[0], setting.keys, deterministic=setting.deterministic, **rest)
     # As the operation does: any other name is for its parts.
-    named = setting.backend if any(row.name == setting.backend for row in TABLE["dsa_attention.backward"]) else "auto"
+    named = setting.backend if any(row.name == setting.backend for row in TABLE["dsa_attention.forward"]) else "auto"
     pairs, index_work = setting.rows * shape["K"], shape["H_I"] * shape["D"]
     attention_work = 2 * shape["H"] * (4 * shape["C"] + 3 * shape["V"])
     loss_work = 2 * shape["H"] * shape["C"] + 8 * index_work
@@ -50,7 +50,7 @@ def layer_trial(setting: Setting) -> Trial:
         setting=setting,
         shape=shape,
         sets=sets,
-        choice=choose("dsa_attention.backward", call, named),
+        choice=choose("dsa_attention.forward", call, named),
         prepare=lambda operands: _step(setting, operands),
         check=lambda: layer_error(setting, sets[0]),
         flops=pairs * (attention_work + loss_work) + 2 * index_work * setting.visible_pairs,
