@@ -3,6 +3,7 @@ PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
 TRITON  ?= triton==3.6.0
 MEGATRON ?= megatron-core==0.19.2
+MKDOCS  ?= mkdocs-material>=9.6,<10
 WORKERS ?= 2
 
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
@@ -12,7 +13,7 @@ DEV        := .venv/.dev
 MCORE      := .venv/megatron
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test lint format docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -32,6 +33,10 @@ lint: $(DEV)  ## ruff and pyright
 format: $(DEV)  ## put files into the format that lint asks for
 	@$(BIN)/ruff check --quiet --fix
 	@$(BIN)/ruff format --quiet
+
+docs: | .venv/docs  ## render docs/ as a site into build/site
+	@NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --quiet --strict
+	@echo "build/site/index.html"
 
 clean:  ## remove .venv and caches; runs/ stays
 	@rm -rf .venv .pytest_cache .ruff_cache build dist
@@ -59,6 +64,10 @@ $(DEV): pyproject.toml | $(DEMO)
 	@$(BIN)/python -m pip install -qq --editable '.[dev]'
 	@test "$$(uname)" != Linux || $(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install -qq "$(TRITON)"
 	@touch $@
+
+# The extra `docs`, in an environment of its own: rendering needs no torch.
+.venv/docs:
+	@mkdir -p .venv && $(PYTHON) -m venv $@ && $@/bin/python -m pip install -qq "$(MKDOCS)" || { rm -rf $@; exit 1; }
 
 # Parity tests read Megatron Core's Python files. Its wheel asks for a newer Python than they need, so it is unpacked, not
 # installed. Where pip cannot get it, those tests skip and say so.

@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,7 +100,22 @@ BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
     (DSAConfig, {"share_every": 0}, "share_every=0 must be at least 1"),
     (DSAConfig, {"share_offset": -1}, "share_offset=-1 must be at least 0"),
     (DSAConfig, {"block_bytes": 0}, "block_bytes=0 must be at least 1"),
-    (DSAConfig, {"precision": "fp8"}, "precision='fp8' must be one of bf16"),
+    (DSAConfig, {"precision": "fp4"}, "precision='fp4' must be one of bf16, fp8, mxfp8"),
+    (
+        DSAConfig,
+        {"precision": "mxfp8", "indexer": IndexerConfig(head_dim=80)},
+        "precision='mxfp8' needs indexer.head_dim=80 to be a multiple of 32",
+    ),
+    (
+        DSAConfig,
+        {"precision": "fp8", "indexer": IndexerConfig(**E4M3)},
+        "precision='fp8' needs indexer.pool_e4m3=False",
+    ),
+    (
+        DSAConfig,
+        {"precision": "fp8", "indexer": IndexerConfig(**POOLS, pool_arithmetic="hf")},
+        "precision='fp8' needs indexer.pool_arithmetic='fp32'",
+    ),
     (DSAConfig, {"share_numbering": "odd"}, "share_numbering='odd' must be one of dsa, layers, pattern"),
     (DSAConfig, {"indexer_types": ("full", "skip")}, "indexer_types.1='skip' must be one of full, shared"),
     (DSAConfig, {"indexer_types": ("full",), "share_every": 2}, "indexer_types names the layers that select"),
@@ -209,11 +225,19 @@ BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
     ],
     (TrainConfig, {"packs_per_step": 0}, "packs_per_step=0 must be at least 1"),
     (TrainConfig, {"packs_per_micro_batch": 3}, "packs_per_step=8 must be a multiple of packs_per_micro_batch=3"),
+    (
+        TrainConfig,
+        {"stages": (StageConfig(packs_per_step=9),)},
+        "stages.0.packs_per_step=9 must be a multiple of packs",
+    ),
+    (StageConfig, {"packs_per_step": 0}, "packs_per_step=0 must be at least 1"),
     (TrainConfig, {"weight_decay": -0.1}, "weight_decay=-0.1 must be at least 0"),
     (TrainConfig, {"seed": -1}, "seed=-1 must be at least 0"),
     (TrainConfig, {"grad_clip": 0.0}, "grad_clip=0.0 must be positive"),
     (TrainConfig, {"beta1": 1.0}, "beta1=1.0 must be in [0, 1)"),
     (TrainConfig, {"beta2": -0.1}, "beta2=-0.1 must be in [0, 1)"),
+    (DataConfig, {"long_documents": "drop"}, "long_documents='drop' must be one of cut, refuse"),
+    (DataConfig, {"bad_documents": "keep"}, "bad_documents='keep' must be one of stop, skip"),
     (TrainConfig, {"dtype": "float16"}, "dtype='float16' must be one of float32, bfloat16"),
     (TrainConfig, {"recompute": "some"}, "recompute='some' must be one of none, selective, full"),
     (
@@ -224,14 +248,43 @@ BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
     (TrainConfig, {"resume": "always"}, "resume='always' must be one of auto, never, must"),
     (TrainConfig, {"fresh_indexer": True}, "fresh_indexer=True needs init_from"),
     *[
-        (ParallelConfig, {name: 2}, f"{name}=2 must be 1")
-        for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+        (ParallelConfig, {name: 0}, f"{name}=0 must be at least 1")
+        for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "vpp", "ep")
     ],
+    (ParallelConfig, {"schedule": "GPipe"}, "schedule='GPipe' must be one of 1F1B, Interleaved1F1B"),
+    (ParallelConfig, {"vpp": 2}, "vpp=2 needs a pp above 1"),
+    (ParallelConfig, {"pp": 2, "vpp": 2}, "schedule='1F1B' does not fit vpp=2"),
+    (ParallelConfig, {"pp": 2, "schedule": "Interleaved1F1B"}, "schedule='Interleaved1F1B' does not fit vpp=1"),
+    (ParallelConfig, {"ep": 2, "tp": 2, "sequence_parallel": False}, "ep=2 with tp=2 needs sequence_parallel=True"),
+    (ParallelConfig, {"ep": 3, "dp_shard": 2, "tp": 2}, "ep=3 must divide dp_shard * cp * tp = 4"),
     (ParallelConfig, {"pipeline_layout": "Et*2|x"}, "pipeline_layout: 'x' in 'Et*2|x' is none of E, t, m, L"),
+    (ParallelConfig, {"pp": 3, "pipeline_layout": "Et*2|tL"}, "pipeline_layout has 2 chunks, but pp * vpp = 3"),
     (
         RunConfig,
-        {"parallel": ParallelConfig(pipeline_layout="Et*2|tL")},
+        {"parallel": ParallelConfig(pp=2, pipeline_layout="Et*2|tL"), "train": TrainConfig(packs_per_micro_batch=1)},
         "parallel.pipeline_layout: the chunks hold 3 of 't', but num_layers=4",
+    ),
+    (
+        RunConfig,
+        {"parallel": ParallelConfig(dp_shard=3)},
+        "parallel: dp_replicate * dp_shard = 3 must divide train.packs_per_step=8",
+    ),
+    (
+        RunConfig,
+        {
+            "parallel": ParallelConfig(dp_shard=2),
+            "train": TrainConfig(packs_per_step=12, packs_per_micro_batch=4),
+        },
+        "parallel: train.packs_per_micro_batch=4 must divide the 6 packs",
+    ),
+    (RunConfig, {"parallel": ParallelConfig(pp=2)}, "parallel: pp=2 needs as many micro-batches a step"),
+    (
+        RunConfig,
+        {
+            "parallel": ParallelConfig(pp=2, vpp=2, schedule="Interleaved1F1B"),
+            "train": TrainConfig(packs_per_step=3, packs_per_micro_batch=1),
+        },
+        "parallel: vpp=2 needs a multiple of pp=2 micro-batches a step, but there are 3",
     ),
     (
         RunConfig,
@@ -372,7 +425,7 @@ def test_all_problems_at_once_with_dotted_names() -> None:
                 dsa=DSAConfig(share_every=0, indexer=IndexerConfig(top_k=0)),
             ),
             train=TrainConfig(stages=(StageConfig(), StageConfig(steps=0, lr=-1.0))),
-            parallel=ParallelConfig(tp=4),
+            parallel=ParallelConfig(tp=0),
         )
     with pytest.raises(ConfigError) as caught:
         check(run)
@@ -535,7 +588,8 @@ def test_pipeline_chunks_that_begin_with_a_selecting_layer(layout: str, starts: 
     chunks = parse_pipeline_layout(layout)
     assert first_layers(model, chunks) == starts
     assert not list(model.pipeline_problems(chunks))
-    RunConfig(model=model, parallel=ParallelConfig(pipeline_layout=layout))
+    train = TrainConfig(packs_per_step=8, packs_per_micro_batch=1)
+    RunConfig(model=model, train=train, parallel=ParallelConfig(pp=len(chunks), pipeline_layout=layout))
 
 
 @pytest.mark.parametrize(
@@ -548,7 +602,7 @@ def test_pipeline_chunks_that_begin_with_a_selecting_layer(layout: str, starts: 
     ],
 )
 def test_a_pipeline_chunk_that_begins_with_a_sharing_layer(layout: str, chunk: int, layer: int, source: int) -> None:
-    run = {"model": ModelConfig(**GLM), "parallel": ParallelConfig(pipeline_layout=layout)}
+    run = {"model": ModelConfig(**GLM), "parallel": ParallelConfig(pp=layout.count("|") + 1, pipeline_layout=layout)}
     with pytest.raises(ConfigError) as caught:
         RunConfig(**run)
     assert caught.value.problems[0] == (
@@ -558,8 +612,7 @@ def test_a_pipeline_chunk_that_begins_with_a_sharing_layer(layout: str, chunk: i
 
 
 def test_even_pipeline_splits_keep_the_rule_too() -> None:
-    with deferred_checks():
-        two, four = ParallelConfig(pp=2), ParallelConfig(pp=4)
+    two, four = ParallelConfig(pp=2), ParallelConfig(pp=4)
     assert four.chunks(78, 0) == ("E" + "t" * 20, "t" * 20, "t" * 19, "t" * 19 + "L")
     assert two.chunks(1, 2) == ("Et", "mmL")
     glm, every = ModelConfig(**GLM), ModelConfig(num_layers=78)
@@ -570,10 +623,38 @@ def test_even_pipeline_splits_keep_the_rule_too() -> None:
     assert len(list(halves.pipeline_problems(four.chunks(8, 0)))) == 2
     with deferred_checks():
         run = RunConfig(model=glm, parallel=two)
-    assert [problem.split(":")[0] for problem in run.all_problems()] == [
-        "parallel.pp=2 must be 1",
-        "parallel.pipeline_layout",
+    assert [problem.split(" ")[0] for problem in run.all_problems()] == ["parallel.pipeline_layout:", "parallel:"]
+
+
+def test_degrees_that_a_model_cannot_be_cut_into_are_told_together() -> None:
+    model = ModelConfig(
+        num_layers=2,
+        intermediate_size=500,
+        attention=GQAConfig(heads=6, kv_heads=2, head_dim=16),
+        dense_attention=MLAConfig(heads=4),
+        dsa=DSAConfig(indexer=IndexerConfig(query_from="hidden", rope_dim=16)),
+        layer_types=("dense", "dsa"),
+        moe=MoEConfig(experts=6, experts_per_token=2, first_dense_layers=1),
+    )
+    parallel = ParallelConfig(dp_shard=2, tp=8, ep=4)
+    assert [problem.split(" must")[0] + problem.split(" divide")[1] for problem in parallel.model_problems(model)] == [
+        "tp=8 the attention's heads=4",
+        "tp=8 the attention's heads=6",
+        "tp=8 the attention's kv_heads=2",
+        "tp=8 model.intermediate_size=500",
+        "ep=4 model.moe.experts=6",
     ]
+    (problem,) = ParallelConfig(ep=2, tp=2).model_problems(ModelConfig())
+    assert problem.startswith("ep=2 needs model.moe")
+    assert not list(ParallelConfig(tp=2, cp=2, dp_shard=2, dp_replicate=2).model_problems(ModelConfig()))
+
+
+def test_degrees_make_the_number_of_processes() -> None:
+    parallel = ParallelConfig(dp_replicate=2, dp_shard=3, cp=2, tp=2, pp=2, ep=4)
+    assert (parallel.world_size, parallel.batch_ranks) == (48, 6)
+    assert not list(parallel.world_problems(48))
+    (problem,) = parallel.world_problems(24)
+    assert "= 48, but 24 process(es) were started" in problem
 
 
 def test_pipeline_chunks_of_dense_layers_need_no_selection() -> None:
@@ -683,3 +764,133 @@ def test_other_layers_may_have_an_attention_of_their_own() -> None:
     same = replace(model, dense_attention=None)
     assert [same.attention_of(kind) for kind in model.types] == [model.attention] * 4
     assert model.selection_sources == (None, None, 2, 3)
+
+
+# The guide's tables of rules
+
+GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
+HELPERS = {"self._at_least": "at least {}", "self._above_zero": "positive and finite", "self._even": "even"}
+METHODS = {
+    "problems": "",
+    "_problems_of_hybrids": "",
+    "pipeline_problems": ", cut into pipeline chunks",
+    "graph_problems": ", under CUDA graphs",
+    "world_problems": ", when processes are counted",
+    "model_problems": ", beside the model",
+    "batch_problems": ", beside the batch",
+}
+
+
+def methods(source: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+    for kind in ast.parse(source).body:
+        if isinstance(kind, ast.ClassDef) and kind.name != "Checked":
+            yield from ((kind.name, node) for node in kind.body if isinstance(node, ast.FunctionDef))
+
+
+def of_one_field(source: str) -> dict[str, dict[str, list[str]]]:
+    """Class -> what a field must be -> the fields; choices are left out, for every option's row lists its own."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for kind, method in methods(source):
+        groups = {one.targets[0].id: one.value for one in ast.walk(method) if is_plain(one)}  # names = ("experts", ...)
+        for node in ast.walk(method):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called in HELPERS and method.name in METHODS:
+                limits = [ast.unparse(x) for x in node.args[:1] if called == "self._at_least"]
+                fields = [x for x in node.args if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+                for star in [x.value.id for x in node.args if isinstance(x, ast.Starred)]:
+                    fields += groups[star].elts
+                told = found.setdefault(kind, {}).setdefault(HELPERS[called].format(*limits), [])
+                told += [f"`{field.value}`" for field in fields if f"`{field.value}`" not in told]
+    return found
+
+
+def is_plain(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Tuple)
+
+
+def values_of(method: ast.FunctionDef, told: ast.Yield) -> dict[str, str]:
+    """Local name -> the strings that it may stand for in `told`, as far as the code says them outright."""
+    known: dict[str, str] = {}
+    for node in ast.walk(method):
+        pairs: list[tuple[ast.expr, list[ast.expr]]] = []
+        if isinstance(node, ast.For) and told not in ast.walk(node):
+            continue
+        if isinstance(node, ast.For) and "batches" in ast.unparse(node.iter):
+            known["name"] = "packs_per_step"
+        elif isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple):
+            several = isinstance(node.target, ast.Tuple)
+            columns = zip(*(x.elts for x in node.iter.elts), strict=True) if several else [node.iter.elts]
+            pairs = list(zip(node.target.elts if several else [node.target], map(list, columns), strict=True))
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp):
+            pairs = [(node.targets[0], [node.value.body, node.value.orelse])]
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            target = node.targets[0]
+            if isinstance(target, ast.Tuple):
+                pairs = [(one, [value]) for one, value in zip(target.elts, node.value.elts, strict=True)]
+        for target, options in pairs:
+            told = [x.value for x in options if isinstance(x, ast.Constant) and isinstance(x.value, str) and x.value]
+            if isinstance(target, ast.Name) and len(told) == len(options):
+                known[target.id] = " or ".join(dict.fromkeys(told))
+    return known
+
+
+def sentence(node: ast.expr, known: dict[str, str]) -> str:
+    """A rule's words, with … for what a configuration fills in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    words = []
+    for part in node.values:
+        if isinstance(part, ast.Constant):
+            words.append(str(part.value))
+            continue
+        text = ast.unparse(part.value)
+        words.append(known.get(text) or (str(eval(text, vars(config))) if "get_args" in text else "…"))
+    return "".join(words)
+
+
+def between_fields(source: str) -> Iterator[tuple[str, str]]:
+    """(where, the words of the problem) of every rule that is told in words of its own, in the order of the code."""
+    for kind, method in methods(source):
+        if method.name in METHODS:
+            yields = [x for x in ast.walk(method) if isinstance(x, ast.Yield)]
+            for node in sorted(yields, key=lambda x: x.lineno):
+                if isinstance(node.value, ast.JoinedStr | ast.Constant):
+                    text = sentence(node.value, values_of(method, node))
+                    if not text.endswith("…") or len(text) > 25:  # else it hands on what another rule says
+                        yield f"`{kind}`{METHODS[method.name]}", text
+
+
+def rule_tables() -> str:
+    source = inspect.getsource(config)
+    lines = ["| configuration | each value that is given must be |", "|---|---|"]
+    for kind, told in of_one_field(source).items():
+        cells = [f"{what}: {', '.join(fields)}" for what, fields in told.items()]
+        lines.append(f"| `{kind}` | {'; '.join(cells)} |")
+    lines += ["", "| where | what is told when it is broken |", "|---|---|"]
+    lines += [f"| {where} | `{text}` |" for where, text in between_fields(source)]
+    return "\n".join(lines) + "\n"
+
+
+def rules_told() -> str:
+    """The tables as they stand in the guide."""
+    text = GUIDE.read_text(encoding="utf-8")
+    found = re.search(r"^\| configuration \| each .*?\n(?=\n(?!\| where))", text, re.MULTILINE | re.DOTALL)
+    assert found, f"{GUIDE} has no tables of rules"
+    return found.group()
+
+
+def test_guide_has_every_rule() -> None:
+    assert rules_told() == rule_tables(), "python tests/test_config.py writes them"
+
+
+def test_a_new_rule_would_be_told() -> None:
+    source = (
+        "class NewConfig:\n  def problems(self):\n    yield from self._at_least(3, 'a', 'b')\n"
+        "    for name in ('c', 'd'):\n      yield f'{name}={self.c} must be odd'\n"
+    )
+    assert of_one_field(source) == {"NewConfig": {"at least 3": ["`a`", "`b`"]}}
+    assert list(between_fields(source)) == [("`NewConfig`", "c or d=… must be odd")]
+
+
+if __name__ == "__main__":
+    GUIDE.write_text(GUIDE.read_text(encoding="utf-8").replace(rules_told(), rule_tables()), encoding="utf-8")

@@ -26,8 +26,8 @@ CONTRACTS = ("Rows", "Layout", "Selection", "Attention", "Loss", "Modes", "Opt-i
 
 TEST_NAME = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
 FILE_NAME = re.compile(r"(?<![\w/.<*-])[\w.-]+(?:/[\w.-]+)+\.(?:py|md)\b(?!::)")
-# Made up by CONTRIBUTING.md's instructions, or not built yet.
-NOT_YET = {"x/y.py", "x/test_y.py", "parallel/mesh.py"}
+# Made up by CONTRIBUTING.md's instructions.
+NOT_YET = {"x/y.py", "x/test_y.py"}
 
 
 def read(name: str) -> str:
@@ -48,9 +48,9 @@ def missing_tests(text: str) -> list[str]:
 
 
 def missing_files(text: str) -> list[str]:
-    """Files that `text` names by a path and that are neither under the root nor under src/dsattn nor under tests."""
+    """Files that `text` names by a path and that are under none of the root, src/dsattn, tests and docs."""
     names = set(FILE_NAME.findall(re.sub(r"https?://\S+", "", text)))
-    homes = (ROOT, SRC, ROOT / "tests")
+    homes = (ROOT, SRC, ROOT / "tests", ROOT / "docs")
     wanted = {name for name in names if not any(name == made or name.endswith(f"/{made}") for made in NOT_YET)}
     return sorted(name for name in wanted if not any((home / name).exists() for home in homes))
 
@@ -91,6 +91,26 @@ def options_of(kind: type) -> dict[str, str]:
 
 def options_told(text: str) -> dict[str, str]:
     return {cells[0].strip("` "): cells[1].strip("` ") for cells in rows(text)}
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings of a page, as the site and GitHub make them."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
+def broken_links(name: str, text: str) -> list[str]:
+    """Links of the page `name` to pages that do not exist, or to headings that they do not have."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        page, _, heading = link.partition("#")
+        target = (ROOT / name).parent / page
+        if link.startswith("http"):
+            continue
+        there = text if not page else target.read_text(encoding="utf-8") if target.is_file() else ""
+        if (page and not target.exists()) or (heading and heading not in anchors(there)):
+            broken.append(link)
+    return broken
 
 
 CONFIGS = {
@@ -149,6 +169,65 @@ def test_a_changed_default_is_seen() -> None:
     assert options_of(config.StageConfig)["lr"] == "0.001"
 
 
+def test_every_configuration_is_in_the_guide() -> None:
+    """RunConfig leads to every other: nothing that the command line reaches is left out."""
+    reached, waiting = set(), [config.RunConfig]
+    while waiting:
+        kind = waiting.pop()
+        reached.add(kind)
+        named = " ".join(str(one.type) for one in dataclasses.fields(kind))
+        waiting += [one for name, one in CONFIGS.items() if re.search(rf"\b{name}\b", named) and one not in reached]
+    assert reached == set(CONFIGS.values())
+    assert len(reached) > 10
+
+
+@pytest.mark.parametrize("section", ["Features", "From Hugging Face", "From Megatron"])
+def test_options_that_tables_name_exist(section: str) -> None:
+    text = sections(read("docs/guide.md"), 2)[section]
+    named = re.findall(r"`(\w+Config)\.(\w+)(?:=([^`]*))?`", text)
+    assert len(named) > 30
+    for kind, name, default in named:
+        if name != "graph_problems" and name != "selection_sources":
+            told = options_of(CONFIGS[kind])[name]
+            assert default in ("", told), f"{kind}.{name}={default}, but it is {told}"
+
+
+def test_every_key_of_hugging_face_is_in_the_guide() -> None:
+    from dsattn.integrations import hf_fields
+
+    known = hf_fields._SHARED | hf_fields._MLA | hf_fields._INDEXER | hf_fields._GQA
+    told = {cells[0].strip("`") for cells in rows(sections(read("docs/guide.md"), 2)["From Hugging Face"])}
+    assert not (known | set(hf_fields._ONE_VALUE)) - told
+    assert "index_no_such_key" not in told
+
+
+def test_features_have_all_that_a_reader_asks() -> None:
+    features = list(rows(sections(read("docs/guide.md"), 2)["Features"]))
+    assert len(features) > 20
+    assert all(len(cells) == 5 and cells[0].startswith("[") for cells in features)
+
+
+def test_troubleshooting_tells_cause_check_and_cure() -> None:
+    symptoms = list(rows(sections(read("docs/guide.md"), 2)["Troubleshooting"]))
+    assert len(symptoms) >= 15
+    assert {len(cells) for cells in symptoms} == {4}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name: str) -> None:
+    assert not broken_links(name, read(name))
+
+
+def test_a_broken_link_is_seen() -> None:
+    text = "# A title, x\n[a](#a-title-x) [b](#b) [c](docs/guide.md#install) [d](docs/guide.md#no) [e](none.md)"
+    assert broken_links("README.md", text) == ["#b", "docs/guide.md#no", "none.md"]
+
+
+def test_the_site_has_every_page() -> None:
+    nav = read("mkdocs.yml").partition("\nnav:\n")[2]
+    assert sorted(re.findall(r"[\w/-]+\.md", nav)) == sorted(name[5:] for name in PAGES if name.startswith("docs/"))
+
+
 def test_no_cell_of_the_guide_is_empty() -> None:
     for cells in rows(read("docs/guide.md")):
         assert all(cells), cells
@@ -157,7 +236,7 @@ def test_no_cell_of_the_guide_is_empty() -> None:
 def test_guide_knows_commands_and_recipes() -> None:
     guide = read("docs/guide.md")
     told = [cells[0] for cells in rows(sections(guide, 2)["Command line"]) if cells[0].startswith("`dsattn ")]
-    assert [line.split()[1].strip("`") for line in told] == list(COMMANDS)
+    assert list(dict.fromkeys(line.split()[1].strip("`") for line in told)) == list(COMMANDS)
     assert [f"`{recipe}`" for recipe in RECIPES] == [
         cells[0] for cells in rows(sections(guide, 2)["Recipes and stages"]) if cells[0].strip("`") in RECIPES
     ]

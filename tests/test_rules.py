@@ -16,19 +16,20 @@ SRC = ROOT / "src" / "dsattn"
 SOURCES = {path.relative_to(SRC).as_posix(): path.read_text(encoding="utf-8") for path in sorted(SRC.rglob("*.py"))}
 
 # Which units of src/dsattn a unit may import. A new unit needs a row. "" is dsattn/__init__.py, the public names.
-CORE = {"errors", "keys", "selection", "config"}
+CORE = {"errors", "keys", "selection", "config", "quantize"}
 MODEL = CORE | {"ops", "nn", "model"}
 TRAINING = MODEL | {"parallel", "accounting", "training"}
 ARROWS = {
     "errors": set(),
     "keys": {"errors"},
     "selection": {"errors", "keys"},
+    "quantize": {"errors"},
     "config": {"errors"},
-    "backends": {"errors", "keys", "selection", "backends"},
+    "backends": {"errors", "keys", "selection", "quantize", "backends"},
     "ops": CORE | {"backends", "ops"},
     "testing": CORE | {"ops"},
     "nn": CORE | {"ops", "nn"},
-    "integrations": MODEL | {"training", "integrations"},
+    "integrations": MODEL | {"training", "parallel", "integrations"},  # a patched model recomputes as ours does
     "model": MODEL,
     "parallel": MODEL | {"parallel"},
     "accounting": MODEL,
@@ -51,12 +52,19 @@ BUDGET = {
     ("config.py", ""): "a sentence a field, all fields and all checks on one page",
     ("keys.py", ""): "KeyRange and Layout are one value, and their contracts stand beside them",
     ("ops/gathered.py", "attend_backward"): "a backward takes its forward's operands and results one by one",
-    ("backends/cudnn.py", "sparse_mla_backward"): "argument for argument the reference's",
+    ("backends/cudnn/sparse_mla.py", "sparse_mla_backward"): "argument for argument the reference's",
+    ("backends/cudnn/select.py", "select_keys"): "argument for argument the reference's",
+    ("backends/cudnn/indexer_kl.py", "indexer_kl_forward"): "argument for argument the reference's",
+    ("backends/cudnn/indexer_kl.py", "indexer_kl_backward"): "argument for argument the reference's",
+    ("backends/deep_gemm.py", "select_keys"): "argument for argument the reference's",
+    ("backends/tilelang.py", "select_keys"): "argument for argument the reference's",
     ("backends/tilelang.py", "sparse_mla_backward"): "argument for argument the reference's",
     ("ops/kda.py", "kimi_delta_attention"): "an operation takes its operands one by one",
     ("ops/select.py", "select_keys"): FIXED,
     ("ops/distill.py", "indexer_kl"): FIXED,
     ("ops/dsa.py", "dsa_attention"): FIXED,
+    ("integrations/megatron_attention.py", "forward"): "argument for argument Megatron's",
+    ("integrations/megatron_mla.py", "forward"): "argument for argument Megatron's",
 }
 
 PUBLIC = {
@@ -128,6 +136,8 @@ def wrong_arrows(path: str, source: str) -> Iterator[str]:
         own = path.split("/")[1].removesuffix(".py") if unit == "backends" else None
         free = unit == "bench" or own in ("__init__", parts[2] if len(parts) > 2 else None)  # bench times them all
         shared = own in KERNEL_FOLDERS and module.startswith("dsattn.backends.triton.launch")
+        shared |= path == "backends/hopper/select.py" and module == "dsattn.backends.triton.select"  # ranks as that does
+        shared |= module == "dsattn.backends.vendors"  # what adapters share
         if target == "backends" and len(parts) > 2 and not free and not shared:
             yield f"{path}:{line}: {module} is reached through dsattn.backends, never by name"
 

@@ -9,6 +9,7 @@
    |        ^                                 |  (model/decoder.py reuses it in later layers)   out [T, H, V], lse [T, H]
    |        +------ ops/distill.py KL <-------+------------------------(lse, q, kv: target)-----------+
    +-- ops/gate.py ------------------------------------------------------------> gate * V-up(out) --> projection --> h'
+ nn/ranks.py: where other ranks hold rows, keys or heads, kv and k_I are gathered before q is made.
  keys.py says, for every query row, which keys it may read. backends/ says who computes each box, and why.
 
 Letters: T local query rows, S keys in global order, H heads, C latent width (512 + 64 rope), V value width (512),

@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from dsattn.errors import ConfigError, InputError
 
@@ -28,6 +28,8 @@ IndexerType = Literal["full", "shared"]
 ShareNumbering = Literal["dsa", "layers", "pattern"]
 SharedComponent = Literal["latent_kv", "sparse_attention_index"]
 Recompute = Literal["none", "selective", "full"]
+Precision = Literal["bf16", "fp8", "mxfp8"]
+PipelineSchedule = Literal["1F1B", "Interleaved1F1B"]
 GraphScope = Literal["full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess"]
 
 NOBODY = -1  # the source of a layer that would share and has nobody to share with
@@ -352,8 +354,8 @@ class DSAConfig(Checked):
     """A selecting layer's KL is the mean over all layers that use its selection (IndexCache, arXiv 2603.12201)."""
     block_bytes: int = 2**30
     """Most bytes of indexer scores alive at once; the selection has the same bits for any value."""
-    precision: Literal["bf16"] = "bf16"
-    """Arithmetic of the selection's scores; `bf16` multiplies operands as they are given, with fp32 accumulation."""
+    precision: Precision = "bf16"
+    """Operands of the selecting scores: as given (`bf16`), or rounded to `fp8` or `mxfp8`. The loss stays as it is."""
     deterministic: bool | None = None
     """Bitwise repeatable gradients; none follows `dsattn.settings` and `torch.use_deterministic_algorithms`."""
     backend: str = "auto"
@@ -363,7 +365,13 @@ class DSAConfig(Checked):
         yield from self._at_least(1, "share_every")
         yield from self._at_least(0, "share_offset")
         yield from self._at_least(1, "block_bytes")
-        yield from self._one_of("precision", "bf16")
+        yield from self._one_of("precision", *get_args(Precision))
+        if self.precision == "mxfp8" and self.indexer.head_dim % 32:
+            yield f"precision='mxfp8' needs indexer.head_dim={self.indexer.head_dim} to be a multiple of 32"
+        if self.precision != "bf16" and self.indexer.pool_arithmetic == "hf":
+            yield f"precision={self.precision!r} needs indexer.pool_arithmetic='fp32': 'hf' has scores of its own"
+        if self.precision != "bf16" and self.indexer.pool_e4m3:
+            yield f"precision={self.precision!r} needs indexer.pool_e4m3=False: that rounds operands to E4M3 already"
         yield from self._one_of("share_numbering", *get_args(ShareNumbering))
         for index, kind in enumerate(self.indexer_types or ()):
             if kind not in get_args(IndexerType):
@@ -702,11 +710,17 @@ class DataConfig(Checked):
     """Order of the files."""
     interleave: int = 32
     """Files read side by side: consecutive packs come from different ones, so that no step learns from one text."""
+    long_documents: Literal["cut", "refuse"] = "cut"
+    """A document longer than a pack: cut into several, or a bad document."""
+    bad_documents: Literal["stop", "skip"] = "stop"
+    """A document that cannot be read, or is refused: end the run, or go on without it, on all ranks alike."""
 
     def problems(self) -> Iterator[str]:
         yield from self._at_least(2, "pack_tokens")
         yield from self._at_least(1, "interleave")
         yield from self._at_least(0, "min_document_tokens", "seed")
+        yield from self._one_of("long_documents", "cut", "refuse")
+        yield from self._one_of("bad_documents", "stop", "skip")
         if not self.source:
             yield "source='' must name text: a folder, a glob, a file, or 'stdlib'"
         if not 0 <= self.held_out < 1:
@@ -735,11 +749,15 @@ class StageConfig(Checked):
     """MoE: how far each expert's routing bias moves a step, towards equal loads; 0 leaves it."""
     balance_weight: float = 0.0
     """MoE: weight of the sequence-wise balance loss, summed over layers; 0 computes none."""
+    packs_per_step: int | None = None
+    """Packs in one optimiser step of this stage; none takes `train.packs_per_step`."""
 
     def problems(self) -> Iterator[str]:
         yield from self._one_of("mode", "dense", "warmup", "sparse", "frozen")
         yield from self._at_least(1, "steps")
         yield from self._at_least(0, "lr_warmup")
+        if self.packs_per_step is not None:
+            yield from self._at_least(1, "packs_per_step")
         yield from self._above_zero("lr", "kl_weight", "mtp_weight")
         yield from self._at_least(0, "router_bias_rate", "balance_weight")
         if not 0 <= self.lr_final <= 1:
@@ -793,6 +811,8 @@ class TrainConfig(Checked):
     """Steps between checkpoints; stages end with one in any case."""
     keep_checkpoints: int = 3
     """Newest checkpoints that are kept."""
+    async_save: bool = False
+    """On many ranks, write checkpoints while training goes on; costs a copy of this rank's state in host memory."""
     tensorboard: bool = True
     """Write TensorBoard events."""
 
@@ -808,58 +828,139 @@ class TrainConfig(Checked):
         yield from self._one_of("resume", "auto", "never", "must")
         if not self.stages:
             yield "stages is empty; give at least one stage"
-        if self.packs_per_step % max(self.packs_per_micro_batch, 1):
-            yield (
-                f"packs_per_step={self.packs_per_step} must be a multiple of "
-                f"packs_per_micro_batch={self.packs_per_micro_batch}"
-            )
+        for name, packs in self.batches.items():
+            if packs % max(self.packs_per_micro_batch, 1):
+                yield f"{name}={packs} must be a multiple of packs_per_micro_batch={self.packs_per_micro_batch}"
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 yield f"{name}={getattr(self, name)} must be in [0, 1)"
         if self.fresh_indexer and self.init_from is None:
             yield "fresh_indexer=True needs init_from; a new run's indexer is fresh anyway"
 
+    @property
+    def batches(self) -> dict[str, int]:
+        """Packs in one optimiser step, by the name of the field that says so."""
+        stages = {f"stages.{i}.packs_per_step": stage.packs_per_step for i, stage in enumerate(self.stages)}
+        return {"packs_per_step": self.packs_per_step} | {name: n for name, n in stages.items() if n is not None}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Checked):
-    """Degrees of parallelism. This version trains on one process: every degree is 1."""
+    """Degrees of parallelism; the product of dp_replicate, dp_shard, cp, tp and pp is the number of processes."""
 
     dp_replicate: int = 1
     """Replicas of the whole model."""
     dp_shard: int = 1
-    """Ranks that shard parameters, gradients and optimiser (FSDP2)."""
+    """Ranks that shard parameters, gradients and optimiser (FSDP2); context parallel ranks shard them further."""
     cp: int = 1
     """Context parallel ranks: each owns zigzag rows of every document."""
     tp: int = 1
     """Tensor parallel ranks: heads are split."""
     pp: int = 1
-    """Pipeline stages."""
+    """Pipeline ranks."""
+    vpp: int = 1
+    """Pipeline chunks of each pipeline rank."""
     ep: int = 1
-    """Expert parallel ranks."""
+    """Expert parallel ranks, taken from those of dp_shard, cp and tp."""
     pipeline_layout: str | None = None
     """What each pipeline chunk holds, in Megatron's notation (`Et*4|t*4mL`); none splits the layers evenly."""
+    schedule: PipelineSchedule = "1F1B"
+    """Order of the micro-batches in the pipeline; `Interleaved1F1B` where vpp is above 1."""
+    sequence_parallel: bool = True
+    """Keep the residual stream of tensor parallel ranks split by rows between the parts that are split by heads."""
+    split_indexer_rows: bool = True
+    """Each tensor parallel rank selects for its share of the rows; otherwise every one selects for all."""
 
     def problems(self) -> Iterator[str]:
-        for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"):
-            value: Any = getattr(self, name)
-            if value != 1:
-                yield f"{name}={value} must be 1: this version trains on one process"
-        if self.pipeline_layout is not None:
-            try:
-                parse_pipeline_layout(self.pipeline_layout)
-            except InputError as error:
-                yield f"pipeline_layout: {error}"
+        yield from self._at_least(1, "dp_replicate", "dp_shard", "cp", "tp", "pp", "vpp", "ep")
+        yield from self._one_of("schedule", *get_args(PipelineSchedule))
+        if self.vpp > 1 and self.pp == 1:
+            yield f"vpp={self.vpp} needs a pp above 1: one rank has no pipeline to cut finer"
+        if self.pp > 1 and (self.schedule == "Interleaved1F1B") != (self.vpp > 1):
+            yield f"schedule={self.schedule!r} does not fit vpp={self.vpp}: 1F1B has one chunk a rank"
+        if self.ep > 0 and (self.dp_shard * self.cp * self.tp) % self.ep:
+            yield f"ep={self.ep} must divide dp_shard * cp * tp = {self.dp_shard * self.cp * self.tp}"
+        if self.ep > 1 and self.tp > 1 and not self.sequence_parallel:
+            yield f"ep={self.ep} with tp={self.tp} needs sequence_parallel=True: else experts get rows {self.tp} times"
+        if self.pipeline_layout is None:
+            return
+        try:
+            count = len(parse_pipeline_layout(self.pipeline_layout))
+        except InputError as error:
+            yield f"pipeline_layout: {error}"
+            return
+        if count != self.pp * self.vpp:
+            yield f"pipeline_layout has {count} chunks, but pp * vpp = {self.pp * self.vpp}; give one each"
+
+    def world_problems(self, processes: int) -> Iterator[str]:
+        """Yield a sentence where the degrees do not make `processes` processes."""
+        if processes != self.world_size:
+            yield (
+                f"dp_replicate * dp_shard * cp * tp * pp = {self.world_size}, but {processes} process(es) were "
+                f"started; start torchrun with --nproc_per_node={self.world_size}, or that many over all nodes"
+            )
+
+    def model_problems(self, model: ModelConfig) -> Iterator[str]:
+        """Yield a sentence for each degree that `model` cannot be cut into."""
+        attentions = [model.attention_of(kind) for kind in model.all_types if kind != "linear"]
+        for attention in dict.fromkeys(attentions):
+            for name in ("heads", "kv_heads"):
+                if (count := getattr(attention, name, 0)) % self.tp:
+                    yield f"tp={self.tp} must divide the attention's {name}={count}"
+        if model.intermediate_size % self.tp:
+            yield f"tp={self.tp} must divide model.intermediate_size={model.intermediate_size}"
+        if model.kda is not None and self.cp > 1:
+            yield f"cp={self.cp} must be 1 with linear layers: their state would have to pass from rank to rank"
+        if model.kda is not None and model.kda.heads % self.tp:
+            yield f"tp={self.tp} must divide model.kda.heads={model.kda.heads}"
+        if self.ep > 1 and model.moe is None:
+            yield f"ep={self.ep} needs model.moe: there are no experts to split"
+        if model.moe is not None and model.moe.experts % self.ep:
+            yield f"ep={self.ep} must divide model.moe.experts={model.moe.experts}"
+        for problem in model.pipeline_problems(self.chunks(model.num_layers, model.mtp.depths)):
+            yield f"pipeline_layout: {problem}"
+
+    def batch_problems(self, train: TrainConfig) -> Iterator[str]:
+        """Yield a sentence where a step's packs cannot be dealt to the ranks."""
+        for name, packs in train.batches.items():
+            own = packs // self.batch_ranks
+            micro = min(train.packs_per_micro_batch, own)
+            if packs % self.batch_ranks:
+                yield (
+                    f"dp_replicate * dp_shard = {self.batch_ranks} must divide train.{name}={packs}: "
+                    "every rank takes as many packs"
+                )
+            elif micro > 0 and own % micro:
+                yield f"train.packs_per_micro_batch={micro} must divide the {own} packs of train.{name} on each rank"
+            elif (count := own // max(micro, 1)) < self.pp:
+                yield (
+                    f"pp={self.pp} needs as many micro-batches a step, but train.packs_per_micro_batch="
+                    f"{train.packs_per_micro_batch} makes {count} of train.{name}={packs}; lower it"
+                )
+            elif self.vpp > 1 and count % self.pp:
+                yield f"vpp={self.vpp} needs a multiple of pp={self.pp} micro-batches a step, but there are {count}"
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
+
+    @property
+    def batch_ranks(self) -> int:
+        """Ranks, or groups of ranks, that train on different packs."""
+        return self.dp_replicate * self.dp_shard
 
     def chunks(self, num_layers: int, mtp_depths: int) -> tuple[str, ...]:
         """What each pipeline chunk holds, as `parse_pipeline_layout` gives it.
 
-        Without a layout each of `pp` chunks gets as many decoder layers, the first ones one more where that does not
-        come out even, and the last one MTP.
+        Without a layout each of `pp * vpp` chunks gets as many decoder layers, the first ones one more where that does
+        not come out even, and the last one MTP. Chunk c runs on pipeline rank c % pp.
         """
         if self.pipeline_layout is not None:
             return parse_pipeline_layout(self.pipeline_layout)
-        each, more = divmod(num_layers, self.pp)
-        held = ["t" * (each + (chunk < more)) for chunk in range(self.pp)]
+        count = self.pp * self.vpp
+        each, more = divmod(num_layers, count)
+        held = ["t" * (each + (chunk < more)) for chunk in range(count)]
         held[0] = "E" + held[0]
         held[-1] += "m" * mtp_depths + "L"
         return tuple(held)
@@ -881,8 +982,10 @@ class RunConfig(Checked):
     def problems(self) -> Iterator[str]:
         if self.data.tokenizer == "bytes" and self.model.vocab_size < 259:
             yield f"model.vocab_size={self.model.vocab_size} must be at least 259 for the byte tokenizer"
-        for problem in self.model.pipeline_problems(self.parallel.chunks(self.model.num_layers, self.model.mtp.depths)):
-            yield f"parallel.pipeline_layout: {problem}"
+        for problem in self.parallel.model_problems(self.model):
+            yield f"parallel.{problem}"
+        for problem in self.parallel.batch_problems(self.train):
+            yield f"parallel: {problem}"
         if "dsa" not in self.model.types:
             for index, stage in enumerate(self.train.stages):
                 if stage.mode != "dense":

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ def options(run_dir: Path, source: Path) -> list[str]:
         --train.eval-packs 2 --train.log-every 1 --train.device cpu --train.run-dir {run_dir}""".split()
         + stages
     )
+
+
+@pytest.fixture
+def tiny_options() -> Callable[[Path, Path], list[str]]:
+    """`options`, for tests that train a run of their own."""
+    return options
 
 
 @pytest.fixture(scope="session")

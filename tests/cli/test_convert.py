@@ -2,11 +2,16 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dsattn.cli.__main__ import main
+from dsattn.training.data import held_out_packs
+from dsattn.training.metrics import Health, indexer_health
+from dsattn.training.runs import load_run
+from dsattn.training.tokenizers import load_tokenizer
 
 pytest.importorskip("transformers")
 
@@ -34,6 +39,40 @@ def test_a_run_trains_on_from_a_converted_checkpoint(run_dir: Path, text: Path, 
     arguments = ["train", "tiny", *words.split(), *steps, *source, "--train.init-from", str(start)]
     assert main([*arguments, "--train.fresh-indexer"]) == 1  # its indexers were trained
     assert main(arguments) == 0
+
+
+def test_a_dense_model_is_converted_warmed_up_and_trained(
+    text: Path, tiny_options: Callable[[Path, Path], list[str]], tmp_path: Path
+) -> None:
+    """The recipe of results/record_conversion.py, in seconds: what warm-up teaches shows in recall."""
+    dense, hf, dsa, run = (tmp_path / name for name in ("dense", "hf", "dsa", "run"))
+    modes = [word for index in range(3) for word in (f"--train.stages.{index}.mode", "dense")]
+    more = ["--train.stages.0.steps", "40", "--train.stages.0.lr", "1e-2", "--model.layer-types", "dense", "dense"]
+    assert main(["train", "tiny", *tiny_options(dense, text), *modes, *more]) == 0
+    assert main(["convert", str(dense), str(hf)]) == 0
+    assert json.loads((hf / "config.json").read_text())["model_type"] == "deepseek_v3"
+    assert (
+        main(["convert", str(hf), str(dsa), *["--index-heads", "4", "--index-head-dim", "32", "--index-top-k", "16"]])
+        == 0
+    )
+    assert main(["train", "deepseek_v32", "--init", str(hf)]) == 1
+    words = f"""--init {dsa} --train.run-dir {run} --data.tokenizer bytes --data.source {text} --data.held-out 0.3
+        --data.pack-tokens 64 --train.eval-packs 4 --train.dtype float32 --train.device cpu --train.packs-per-step 2
+        --train.stages.0.packs-per-step 2 --train.stages.0.steps 30 --train.stages.0.lr 1e-2
+        --train.stages.1.packs-per-step 4 --train.stages.1.steps 4 --train.stages.1.lr 1e-3"""
+    assert main(["train", "deepseek_v32", *words.split()]) == 0
+    summary = json.loads((run / "summary.json").read_text())
+    model, config = load_run(dsa, "cpu")
+    data = load_run(run, "cpu")[1].data
+    packs = held_out_packs(data, load_tokenizer("bytes"), 4)
+    fresh = indexer_health(model, packs)
+    assert load_run(run, "cpu")[1].model == config.model
+    assert [stage["mode"] for stage in summary["stages"]] == ["warmup", "sparse"]
+    assert summary["tokens"] == 64 * (30 * 2 + 4 * 4)
+    warm, sparse = (Health.from_dict(stage["health"]) for stage in summary["stages"])
+    assert warm.mean("recall") > fresh.mean("recall") + 0.03
+    assert sparse.mean("recall") > fresh.mean("recall") + 0.03
+    assert sparse.mean("captured") > 0.3
 
 
 def test_dense_model_gets_indexers_of_the_size_that_is_asked_for(

@@ -49,7 +49,7 @@ def test_extras_are_those_of_the_project():
     named = {
         extra: tuple(re.match(r"[\w-]+", requirement).group() for requirement in requirements)
         for extra, requirements in declared.items()
-        if extra != "dev"
+        if extra not in ("dev", "docs")  # for work on dsattn, not for runs
     }
     assert named == doctor.EXTRAS
 
@@ -76,10 +76,29 @@ def test_the_drivers_version_is_nvidia_smis(monkeypatch, tmp_path, script):
     assert doctor._driver() == ("570.124.06" if "570" in script else None)
 
 
+def test_a_mesh_is_shown_before_anything_is_launched(capsys, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "init_process_group", None)
+    assert main(["doctor", "tiny", "--parallel.cp", "2", "--parallel.tp", "2"]) == 0
+    text = capsys.readouterr().out
+    for expected in ("mesh of 4 ranks", "what each rank holds", "memory plan of a rank", "collectives of a layer"):
+        assert re.search(f"^{expected}", text, re.MULTILINE)
+
+
+def test_every_problem_is_told_at_once(capsys):
+    assert main(["doctor", "tiny", "--parallel.tp", "3", "--parallel.ep", "2", "--parallel.pp", "2"]) == 2
+    said = capsys.readouterr().err
+    for expected in (
+        "tp=3 must divide the attention's heads=4",
+        "ep=2 must divide",
+        "pp=2 needs as many micro-batches",
+    ):
+        assert expected in said
+
+
 def test_an_unknown_recipe_is_refused(capsys):
     assert main(["doctor", "smal"]) == 2
     assert "did you mean small" in capsys.readouterr().err
 
 
 def test_the_default_recipe_exists():
-    assert doctor.Options().recipe in RECIPES
+    assert doctor.DEFAULT in RECIPES

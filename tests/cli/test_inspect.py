@@ -3,8 +3,10 @@ import json
 import pytest
 
 from dsattn.cli.__main__ import main
-from dsattn.cli.inspect import health_table
+from dsattn.cli.inspect import health_table, overlap_table
+from dsattn.training import tokenizers
 from dsattn.training.metrics import Health
+from dsattn.training.overlap import LayerOverlap, Overlap
 
 
 def test_the_table_has_a_line_a_layer(run_dir, capsys):
@@ -14,16 +16,23 @@ def test_the_table_has_a_line_a_layer(run_dir, capsys):
     assert head == ["layer", "recall", "random", "recency", "oracle", "top-1", "worst_head", "captured"]
     assert [line.split()[0] for line in lines[1:4]] == ["0", "1", "mean"]
     assert "K = 16;" in lines[5]
+    head = next(number for number, line in enumerate(lines) if line.startswith("layer  recall  overlap"))
+    assert [line.split()[0] for line in lines[head + 1 : head + 3]] == ["0", "1"]
+    assert "of 2 indexers would keep every layer within 2.0 % of its recall: indexer_types full" in lines[-1]
 
 
 def test_json_holds_what_was_measured(run_dir, tmp_path, capsys):
-    path = tmp_path / "health.json"
-    assert main(["inspect", str(run_dir), "--json", str(path)]) == 0
+    path, plots = tmp_path / "health.json", tmp_path / "made" / "plots"
+    assert main(["inspect", str(run_dir), "--json", str(path), "--plots", str(plots)]) == 0
+    assert {file.stem for file in plots.glob("*.svg")} == {"recall", "recall_by_position", "distances", "overlap"}
     table = capsys.readouterr().out
     assert main(["inspect", str(run_dir), "--json", "-"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    health = Health.from_dict(printed)
     assert printed == json.loads(path.read_text())
+    overlap = printed.pop("overlap")
+    assert overlap["layers"][0]["recall"] == pytest.approx(printed["layers"][0]["recall"])
+    assert overlap["layers"][1]["earlier"] == [0]
+    health = Health.from_dict(printed)
     assert health.top_k == 16
     assert health.rows > 0
     assert health_table(health) in table
@@ -80,3 +89,27 @@ def test_wrong_arguments(run_dir, arguments, code, message, capsys):
 def test_missing_numbers_are_dashes():
     health = Health([], 16, 0, [], "no layer owns an indexer")
     assert health_table(health).endswith("note: no layer owns an indexer")
+    assert overlap_table(Overlap([], 16, 0, 0.02, None, "why")) == "sharing: not measured, why"
+    layers = [LayerOverlap(0, 0.5, [], [], []), LayerOverlap(3, 0.6, [0], [0.25], [0.59])]
+    lines = overlap_table(Overlap(layers, 16, 9, 0.02, ["full", "full", "full", "shared"])).splitlines()
+    assert lines[1].split() == ["0", "50.0", "%", "-", "-"]
+    assert lines[-1].startswith("1 of 2 indexers")
+
+
+def test_a_hugging_face_folder_is_measured_on_given_text(run_dir, text, tmp_path, monkeypatch, capsys):
+    """The same weights and text give the same numbers, whichever format they are read from."""
+    pytest.importorskip("transformers")
+    folder = tmp_path / "hf"
+    assert main(["convert", str(run_dir), str(folder)]) == 0
+    assert main(["inspect", str(folder)]) == 2
+    assert "names no text; give --text" in capsys.readouterr().err
+    assert main(["inspect", str(folder), "--text", str(text)]) == 1  # as transformers would: there is no tokenizer
+    assert "cannot be loaded" in capsys.readouterr().err
+    tokenizer = tokenizers.load_tokenizer("bytes")
+    monkeypatch.setattr(tokenizers, "load_tokenizer", lambda name: tokenizer)
+    found = []
+    for model in (folder, run_dir):
+        arguments = ["--text", str(text), "--packs", "2", "--pack-tokens", "64", "--json", "-"]
+        assert main(["inspect", str(model), *arguments]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]

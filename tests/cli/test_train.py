@@ -138,6 +138,19 @@ def test_a_run_that_was_stopped_says_how_to_go_on(monkeypatch, capsys):
     assert "stopped and saved in runs/x/checkpoints/step-7; the same command" in capsys.readouterr().out
 
 
+def test_init_takes_model_and_tokenizer_of_a_run_and_leaves_the_recipes_stages(trained, run_dir, capsys):
+    options = ["--data.pack-tokens", "64", "--model.dsa.indexer.top-k", "8", f"--init={run_dir}"]
+    assert main(["train", "deepseek_v32", *options]) == 0
+    ((name, config),) = trained
+    recipe = RECIPES["deepseek_v32"]()
+    assert (name, config.model.num_layers, config.model.dsa.indexer.top_k) == ("deepseek_v32", 2, 8)
+    assert (config.data.tokenizer, config.data.pack_tokens) == ("bytes", 64)
+    assert config.train == dataclasses.replace(recipe.train, init_from=str(run_dir))
+    assert [stage.packs_per_step for stage in config.train.stages] == [16, 480]
+    assert main(["train", "tiny", "--init", "no/such/run"]) == 1
+    assert "'no/such/run' holds no checkpoint" in capsys.readouterr().err
+
+
 def test_read_config_gives_name_and_configuration():
     name, config = read_config(["small", "--train.seed", "7"])
     assert (name, config.train.seed) == ("small", 7)

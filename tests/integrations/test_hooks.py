@@ -47,11 +47,12 @@ def test_only_calls_that_train_go_without_the_cache_of_the_configuration() -> No
 @pytest.mark.parametrize("shifted", [False, True])
 def test_the_loss_counts_by_the_share_of_labels(shifted) -> None:
     labels = torch.tensor([[5, 1, -100, 2]])
-    kwargs: dict[str, Any] = {REPORT: Report(True, {0: torch.tensor(2.0), 3: torch.tensor(4.0)}), "labels": labels}
+    kwargs: dict[str, Any] = {"labels": labels}
     if shifted:
         kwargs["shift_labels"] = torch.tensor([[1, -100, 2, -100]])
     for items in (8, torch.tensor(8)):
-        got = after_head(SPARSE, Model(), (), {**kwargs, "num_items_in_batch": items}, (torch.tensor(1.0), "logits"))
+        kwargs |= {REPORT: Report(True, {0: torch.tensor(2.0), 3: torch.tensor(4.0)}), "num_items_in_batch": items}
+        got = after_head(SPARSE, Model(), (), kwargs, (torch.tensor(1.0), "logits"))
         assert got == (torch.tensor(1.0 + 0.5 * 6.0 * 2 / 8), "logits")
 
 

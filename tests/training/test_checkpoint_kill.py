@@ -67,7 +67,7 @@ def naive_save(run_dir: Path, step: int, tensors: dict, *, keep: int) -> None:
     folder = root / f"step-{step:08d}"
     shutil.rmtree(folder, ignore_errors=True)
     root.mkdir(parents=True, exist_ok=True)
-    checkpoint._write(folder, {name: branch[key] for name, (branch, key) in checkpoint._slots(tensors).items()})
+    checkpoint._write(folder, {name: branch[key] for name, (branch, key) in slots_of(tensors).items()})
     manifest.write(folder, step, {})
     for old in checkpoint.list_checkpoints(run_dir)[:-keep]:
         shutil.rmtree(old)
@@ -144,7 +144,7 @@ def sweep(folder: Path, save: Save, start: int, points: list[int] | None) -> dic
         report["leftovers"] = sorted(names | set(report["leftovers"]))
         problems = [manifest.damage(path) for path in checkpoint.list_checkpoints(run)]
         newest = checkpoint.latest(run)
-        if any(problems) or (checkpoint._step(newest) if newest else 0) < int(saved.read_text()):
+        if any(problems) or (step_of(newest) if newest else 0) < int(saved.read_text()):
             report["wrong"].append(f"{at}: {problems}, newest {newest}")
         elif forked(lambda: end.write_bytes(train(run, save))) or end.read_bytes() != whole:
             report["wrong"].append(f"{at}: the resumed run ends differently")

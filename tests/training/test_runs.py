@@ -22,6 +22,7 @@ from dsattn.model.decoder import Decoder
 from dsattn.training import checkpoint
 from dsattn.training.recipes import RECIPES
 from dsattn.training.runs import (
+    begin_from,
     checkpoint_to_resume,
     config_from_dict,
     find_checkpoint,
@@ -164,3 +165,22 @@ def test_write_json_leaves_no_half_file(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"x": 1})
     assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_recipe_takes_the_model_of_a_checkpoint(tmp_path: Path) -> None:
+    before = _config(tmp_path / "before")
+    before = dataclasses.replace(before, data=dataclasses.replace(before.data, tokenizer="of/the/model"))
+    _, path = _saved(before)
+    recipe = RECIPES["deepseek_v32"]()
+    for source in (path, tmp_path / "before"):
+        config = begin_from(recipe, source)
+        assert config.model == MODEL
+        assert config.data == dataclasses.replace(recipe.data, tokenizer="of/the/model")
+        assert config.train == dataclasses.replace(recipe.train, init_from=str(source))
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    (hf / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=f"`dsattn convert {hf} RUN` makes one"):
+        begin_from(recipe, hf)
+    with pytest.raises(CheckpointError, match=r"--init '.*nowhere' holds no checkpoint"):
+        begin_from(recipe, tmp_path / "nowhere")

@@ -20,10 +20,10 @@ COMMANDS = {
     "generate": "continue a prompt with a run's model",
     "report": "write a run's report.html again",
     "compare": "lay runs over each other: losses, speeds, differences",
-    "doctor": "versions, devices, optional packages, and which backend serves each operation",
+    "doctor": "versions, devices, backends and why; of a mesh what each rank holds, and its memory",
     "bench": "check and time every operation, beside installed peers if asked to",
     "convert": "Hugging Face checkpoint to a run to train from, and back",
-    "flops": "count a recipe's parameters and FLOPs",
+    "flops": "count parameters, FLOPs and memory of a recipe or a Hugging Face configuration",
 }
 
 

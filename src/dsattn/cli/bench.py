@@ -1,4 +1,4 @@
-"""`dsattn bench [OP]`, `dsattn bench plot FILE...`, `dsattn bench record RUN`."""
+"""`dsattn bench [OP]`, `dsattn bench plot FILE...`, `dsattn bench record RUN`, `dsattn bench select`."""
 
 import sys
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from dsattn.bench.cases import Setting, shape_named
 from dsattn.bench.patterns import Order, Pattern, measure
 from dsattn.bench.records import Machine, Record
 from dsattn.bench.run import BENCHMARKS, WHOLE_SEQUENCES, Refusal, bench, family, settings_of
+from dsattn.cli import recall
 from dsattn.cli.arguments import UsageError, parse, pick
 from dsattn.cli.tables import amount
 from dsattn.errors import InputError
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from dsattn.selection import Selection
 
 PLOT = "kernels.svg"
-_SECTIONS = ("all", "plot", "record")
+_SECTIONS = ("all", "plot", "record", "select")
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ def run(arguments: list[str]) -> int:
         return _plot(parse(PlotOptions, arguments[1:], prog="dsattn bench plot"))
     if arguments and arguments[0] == "record":
         return _record(parse(RecordOptions, arguments[1:], prog="dsattn bench record"))
+    if arguments and arguments[0] == "select":
+        return recall.run(arguments[1:])
     options = parse(Options, arguments, prog="dsattn bench")
     names, machine = _names(options.op), None
     print(_line(["operation", "keys", "operands", "backend", "ms", "TFLOP/s", "GB/s", "memory", "error"]), flush=True)
@@ -209,26 +212,11 @@ def _draw(files: list[Path], folder: Path) -> None:
 
 
 def _record(options: RecordOptions) -> int:
-    from dsattn.nn.state import Pass
-    from dsattn.training.data import held_out_packs
-    from dsattn.training.runs import load_run
-    from dsattn.training.step import compute
-    from dsattn.training.tokenizers import load_tokenizer
+    def keep(found: "Observation") -> "tuple[Selection, KeyRange] | None":
+        return found.selection and (found.selection.to("cpu"), found.layout.keys.to("cpu"))
 
-    model, config = load_run(options.run, options.device)
-    device = next(model.parameters()).device
-    seen: list[tuple[Selection, KeyRange]] = []
-
-    def probe(_: int, found: "Observation") -> None:
-        if found.selection is not None:
-            seen.append((found.selection.to("cpu"), found.layout.keys.to("cpu")))
-
-    packs = held_out_packs(config.data, load_tokenizer(config.data.tokenizer), options.packs)
-    with torch.no_grad(), compute(config.train, device):
-        for pack in packs:
-            pack = pack.to(device)
-            model(pack.tokens, pack.layout, Pass(mode="sparse", with_kl=False, probe=probe))
-    pattern = measure(seen, str(options.run))
+    seen, _ = recall.observed(options.run, options.device, options.packs, keep)
+    pattern = measure([one for _, one in seen if one is not None], str(options.run))
     pattern.save(options.out)
     print(f"{pattern.rows:,} rows; a key stays for {pattern.stay:.1f} rows; written to {options.out}")
     return 0

@@ -1,4 +1,4 @@
-"""`dsattn doctor [RECIPE]`."""
+"""`dsattn doctor [RECIPE] [--section.field value]`."""
 
 import importlib.metadata
 import importlib.util
@@ -6,14 +6,14 @@ import os
 import platform
 import shutil
 import subprocess
-from dataclasses import dataclass
 
 import torch
-import tyro
 
 from dsattn import __version__, explain
 from dsattn.cli.arguments import parse, pick
+from dsattn.cli.ranks import sections
 from dsattn.cli.tables import table
+from dsattn.config import RunConfig
 from dsattn.training.recipes import RECIPES
 
 EXTRAS = {
@@ -22,31 +22,35 @@ EXTRAS = {
     "hf": ("transformers", "tokenizers"),
     "kda": ("fla-core",),
     "gpu": ("triton",),
+    "megatron": ("megatron-core",),
 }
 """Extra -> the packages that it brings."""
-_IMPORTED_AS = {"fla-core": "fla"}
+_IMPORTED_AS = {"fla-core": "fla", "megatron-core": "megatron"}
 _GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Options:
-    """Versions, devices, optional packages, and which backend serves each operation of a recipe, and why."""
-
-    recipe: tyro.conf.Positional[str] = "small"
-    """Recipe whose shapes the table of backends is for."""
+DEFAULT = "small"
+_DESCRIPTION = (
+    "Versions, devices, optional packages; and of the recipe, with the changes asked for (as in `dsattn train`), which "
+    "backend serves each operation and why, the mesh of --parallel, what each rank holds, and its memory. Nothing is "
+    "launched."
+)
 
 
 def run(arguments: list[str]) -> int:
-    """Print everything that a bug report should hold."""
-    name = parse(Options, arguments, prog="dsattn doctor").recipe
-    pick("recipe", name, RECIPES, "dsattn train --list")
-    sections = {
+    """Print everything that a bug report should hold, and what a run would need. Starts no process group."""
+    given = bool(arguments) and not arguments[0].startswith("-")
+    name = pick("recipe", arguments[0], RECIPES, "dsattn train --list") if given else DEFAULT
+    prog = f"dsattn doctor {name}"
+    config = parse(RunConfig, arguments[given:], prog=prog, description=_DESCRIPTION, default=RECIPES[name]())
+    parts = {
         "versions": table(["package", "version"], versions(), words=True),
         "devices": table(["device", "what it is"], devices(), words=True),
         "optional packages": table(["package", "extra", "found"], optional_packages(), words=True),
-        f"backends for recipe {name}": explain(RECIPES[name]),
+        f"backends for recipe {name}": explain(config),
+        **sections(config),
     }
-    print("\n\n".join(f"{title}\n{_indented(text)}" for title, text in sections.items()))
+    print("\n\n".join(f"{title}\n{_indented(text)}" for title, text in parts.items()))
     return 0
 
 

@@ -6,6 +6,7 @@ is followed: RoPE in the dtype of the model's tables, norms by the layer's own m
 Letters: B samples, S tokens, T = B * S rows, H heads, n and R plain and rotated lanes, V latent width, C = V + R.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -68,13 +69,13 @@ def _forward(
         log_positions = (position_ids.expand(batch, -1).reshape(-1) + 1).float().log()
 
     w_uk, w_uv = _up_projections(attn, hidden.dtype)
-    q_latent, q_nope, q_rope, gate = _queries(attn, family, hidden)
+    q_latent, q_nope, q_rope, gate = _queries(attn, family, microbatch, hidden)
     if attn.qk_rope_head_dim and table is not None:
         q_rope = rotate(q_rope, table, interleaved=family.interleaved)
     q = torch.cat((torch.einsum("thn,hnc->thc", q_nope, w_uk), q_rope.to(q_nope.dtype)), -1)
     if log_positions is not None:
         q = q * _growth(attn.softmax_scaling, log_positions, q)[..., None]
-    kv = _latents(attn, family, hidden, table, rest.get("shared_kv_states", {})).to(q.dtype)
+    kv = _latents(attn, family, microbatch, hidden, table, rest.get("shared_kv_states", {})).to(q.dtype)
     index_inputs = (hidden, q_latent, table, log_positions)
     out, selection = _attend(attn, family, microbatch, layout, q, kv, index_inputs, prev_topk_indices)
     out = torch.einsum("thc,hvc->thv", out, w_uv)
@@ -105,22 +106,40 @@ def _attend(
         return dense_mla(q, kv, keys.last(window), **attending)[0], None
     learns = microbatch.learns and attn.indexer is not None
     index = None
-    if attn.indexer is not None and not family.pools and (learns or settings.mode != "warmup"):
+    chooses = settings.mode != "warmup" and not microbatch.chosen(attn.layer_idx)
+    if attn.indexer is not None and not family.pools and (learns or chooses):
         with torch.set_grad_enabled(learns):
             index = _index(attn, family, *index_inputs)
     if settings.mode == "warmup":
         out, lse = dense_mla(q, kv, keys, **attending)
         if learns and index is not None:
-            loss = indexer_kl(*index, q, kv, lse, keys, real_rows=layout.real_rows, **options)
-            microbatch.report.losses.setdefault(attn.layer_idx, loss)
+            microbatch.report.add(attn.layer_idx, _kl(microbatch, layout, index, q, kv, lse, None, options))
         return out, None
     selection = _selection(attn, microbatch, layout, index, index_inputs, handed)
     if not learns or index is None:
         return sparse_mla(q, kv, selection, **attending)[0], selection
-    rows = {"real_rows": layout.real_rows, "kl_weight": 1.0}
-    out, _, loss = dsa_attention(q, kv, selection, *index, keys, **rows, **attending)
-    microbatch.report.losses.setdefault(attn.layer_idx, loss)  # a replay's is the same again
+    if microbatch.kept is None:
+        rows = {"real_rows": layout.real_rows, "kl_weight": 1.0}
+        out, _, loss = dsa_attention(q, kv, selection, *index, keys, **rows, **attending)
+    else:  # two operations with the same results: attention runs again, the loss does not
+        out, lse = sparse_mla(q, kv, selection, **attending)
+        loss = _kl(microbatch, layout, index, q, kv, lse, selection, options)
+    microbatch.report.add(attn.layer_idx, loss)
     return out, selection
+
+
+def _kl(
+    microbatch: Microbatch,
+    layout: Layout,
+    index: IndexerOutput,
+    q: Tensor,
+    kv: Tensor,
+    lse: Tensor,
+    selection: Selection | None,
+    options: dict[str, Any],
+) -> Tensor:
+    make = functools.partial(indexer_kl, real_rows=layout.real_rows, **options)
+    return microbatch.graph("loss", make, *index, q, kv, lse, layout.keys, selection)
 
 
 def _selection(
@@ -131,24 +150,22 @@ def _selection(
     inputs: IndexInputs,
     handed: Tensor | None,
 ) -> Selection:
-    """Kept from the first pass, made here, or handed over by an earlier layer. index: None where pools are selected."""
-    kept = None if microbatch.selections is None else microbatch.selections.get(attn.layer_idx)
-    rows = kept if kept is not None else handed
-    if kept is None and attn.indexer is not None:
-        backend, (hidden, q_latent, *_) = microbatch.settings.backend, inputs
-        if index is not None:
-            selection = select_keys(*index, layout.keys, attn.indexer.index_topk, backend=backend)
-        else:
-            assert q_latent is not None, "the family that selects pools has a query latent"
-            selection = select_pools(attn.indexer, hidden, q_latent, layout, backend)
-        if microbatch.selections is not None:
-            microbatch.selections[attn.layer_idx] = selection.index
-        return selection
-    if rows is None:
+    """Made here, kept from the first pass, or handed over by an earlier layer. index: None where pools are selected."""
+    if attn.indexer is not None:
+        return microbatch.selected(attn.layer_idx, _select, attn, microbatch.settings.backend, layout, index, inputs)
+    if handed is None:
         raise InputError(f"layer {attn.layer_idx} shares a selection, but no layer before it has made one")
-    rows = rows.reshape(-1, rows.shape[-1])
+    rows = handed.reshape(-1, handed.shape[-1])
     certain = layout.every_row_has_a_key and getattr(attn.config, "index_kpool_always_select_tail", True)
     return Selection(rows, (rows >= 0).sum(-1, dtype=torch.int32), every_row_has_a_key=certain)
+
+
+def _select(attn: Any, backend: str, layout: Layout, index: IndexerOutput | None, inputs: IndexInputs) -> Selection:
+    if index is not None:
+        return select_keys(*index, layout.keys, attn.indexer.index_topk, backend=backend)
+    hidden, q_latent, *_ = inputs
+    assert q_latent is not None, "the family that selects pools has a query latent"
+    return select_pools(attn.indexer, hidden, q_latent, layout, backend)
 
 
 def _index(
@@ -178,13 +195,16 @@ def _index(
     return IndexerOutput(q, k, w)
 
 
-def _queries(attn: Any, family: Family, hidden: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+def _queries(
+    attn: Any, family: Family, microbatch: Microbatch, hidden: Tensor
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
     """(query latent or None, plain lanes [T, H, n], lanes before RoPE [T, H, R], the gate's logits or None)."""
     widths = [attn.qk_nope_head_dim, attn.qk_rope_head_dim]
     if not hasattr(attn, "q_a_proj"):
-        q_nope, q_rope = attn.q_proj(hidden).unflatten(-1, (attn.num_heads, -1)).split(widths, -1)
+        q = microbatch.graph("queries", attn.q_proj, hidden)
+        q_nope, q_rope = q.unflatten(-1, (attn.num_heads, -1)).split(widths, -1)
         return None, q_nope, q_rope, None
-    compressed = attn.q_a_proj(hidden)
+    compressed = microbatch.graph("queries", attn.q_a_proj, hidden)
     q_latent = attn.q_a_layernorm(compressed)
     if hasattr(attn, "q_lora_scale"):
         q_latent = q_latent * attn.q_lora_scale
@@ -195,15 +215,24 @@ def _queries(attn: Any, family: Family, hidden: Tensor) -> tuple[Tensor | None, 
     q_nope, q_rope = attn.q_b_proj(q_latent).unflatten(-1, (attn.num_heads, -1)).split(widths, -1)
     gates = {"none": None, "elementwise": "gate_proj", "headwise": "g_proj"}
     name = gates[family.gate]
-    return q_latent, q_nope, q_rope, None if name is None else getattr(attn, name)(hidden)
+    gate = None if name is None else microbatch.graph("gate", getattr(attn, name), hidden)
+    return q_latent, q_nope, q_rope, gate
 
 
-def _latents(attn: Any, family: Family, hidden: Tensor, table: RotaryTable | None, shared: dict[str, Any]) -> Tensor:
+def _latents(
+    attn: Any,
+    family: Family,
+    microbatch: Microbatch,
+    hidden: Tensor,
+    table: RotaryTable | None,
+    shared: dict[str, Any],
+) -> Tensor:
     """[T, C]: the row that all heads read; of an earlier layer where this one reuses it."""
     name = "rope" if attn.qk_rope_head_dim else "nope"
     if getattr(attn, "is_kv_shared_layer", False):
         return shared[name]
-    latent, k_rope = attn.kv_a_proj_with_mqa(hidden).split([attn.kv_lora_rank, attn.qk_rope_head_dim], -1)
+    projected = microbatch.graph("keys", attn.kv_a_proj_with_mqa, hidden)
+    latent, k_rope = projected.split([attn.kv_lora_rank, attn.qk_rope_head_dim], -1)
     latent = attn.kv_a_layernorm(latent)
     if hasattr(attn, "kv_lora_scale"):
         latent = latent * attn.kv_lora_scale

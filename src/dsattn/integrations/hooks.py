@@ -10,11 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from dsattn.errors import InputError
-from dsattn.integrations.families import Family
+from dsattn.integrations.families import Family, class_names
 from dsattn.integrations.glm5_next import packed_documents
 from dsattn.integrations.microbatch import MICROBATCH, Microbatch, Report, Settings, layout_of
 
 REPORT = "dsattn_report"
+TWICE = (
+    "and the model's own gradient checkpointing would run layers again twice: switch that off "
+    "(gradient_checkpointing_disable(), and gradient_checkpointing=False of a trainer), or patch with recompute='none'"
+)
+
+
+def checkpoints_itself(body: Any) -> bool:
+    """Whether layers run again by transformers' gradient checkpointing, or by a wrapper of torch's."""
+    wrapped = (class_names(layer) & {"CheckpointWrapper"} for layer in body.layers)
+    return any(wrapped) or any(getattr(layer, "gradient_checkpointing", False) for layer in body.layers)
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +91,9 @@ def before_body(
         kwargs["attention_mask"]["linear_attention"] = mask if mask is None else mask.to(inputs.device, torch.bool)
         documents = packed_documents(layout, inputs.shape[1])
     kwargs["use_cache"] = False
-    replays = trains and any(getattr(layer, "gradient_checkpointing", False) for layer in module.layers)
+    replays = trains and checkpoints_itself(module)
+    if replays and settings.recompute != "none":
+        raise InputError(f"recompute={settings.recompute!r} {TWICE}")
     kwargs[MICROBATCH] = Microbatch(
         settings, layout.to(inputs.device), learns, report or Report(owned=False), {} if replays else None, documents
     )
@@ -104,7 +116,7 @@ def after_body(
         return
     if isinstance(outputs, tuple):
         raise InputError("return_dict=False leaves no place for the indexers' loss; leave it out")
-    indexer_loss = settings.indexer_loss_coeff * _total(microbatch.report)
+    indexer_loss = settings.indexer_loss_coeff * _total(microbatch.report.take())
     settings.watch.follow(list(outputs.values()), indexer_loss)
     outputs["indexer_loss"] = indexer_loss
 
@@ -117,7 +129,7 @@ def after_head(settings: Settings, module: nn.Module, args: tuple[Any, ...], kwa
         if settings.mode != "frozen" and module.training and torch.is_grad_enabled():
             raise InputError(f"{type(module).__name__} reached no layer with an indexer; is part of it replaced?")
         return None
-    total = settings.indexer_loss_coeff * _total(report)
+    total = settings.indexer_loss_coeff * _total(report.take())
     indexer_loss = total * _share(kwargs)
     labelled = kwargs.get("labels") is not None
     watched = outputs[labelled:] if isinstance(outputs, tuple) else [v for k, v in outputs.items() if k != "loss"]
@@ -152,8 +164,7 @@ def _combined(settings: Settings, lm_loss: Tensor, indexer_loss: Tensor) -> Tens
     return indexer_loss if settings.mode == "warmup" else lm_loss + indexer_loss
 
 
-def _total(report: Report) -> Tensor:
-    losses = list(report.losses.values())
+def _total(losses: list[Tensor]) -> Tensor:
     return torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
 
 

@@ -1,7 +1,7 @@
 """What one forward of a patched model knows: its layout, its settings, and what its layers report."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -9,8 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsattn.config import Recompute
 from dsattn.errors import InputError
 from dsattn.keys import KeyRange, Layout
+from dsattn.nn.state import Kept
+from dsattn.selection import Selection
 
 Mode = Literal["sparse", "warmup", "frozen"]
 MICROBATCH = "dsattn_microbatch"
@@ -57,6 +60,7 @@ class Settings:
     backend: str
     indexer_loss_coeff: float
     deterministic: bool | None
+    recompute: Recompute = "none"
     watch: Watch = field(default_factory=Watch)
 
 
@@ -64,27 +68,62 @@ class Settings:
 class Report:
     """The indexers' losses of one forward, in nats a real row, by layer: from the layers to who adds them up.
 
-    owned: a loss head waits for them.
+    owned: a loss head waits for them. closed: they were taken; what replays report then is the same again.
     """
 
     owned: bool
     losses: dict[int, Tensor] = field(default_factory=dict)
+    closed: bool = False
+
+    def add(self, layer: int, loss: Tensor) -> None:
+        """A layer's loss."""
+        if not self.closed:
+            self.losses[layer] = loss
+
+    def take(self) -> list[Tensor]:
+        """All losses. The report forgets them: a replay, which a loss's graph holds, holds the report."""
+        losses = list(self.losses.values())
+        self.losses.clear()
+        self.closed = True
+        return losses
 
 
 @dataclass
 class Microbatch:
     """One forward. Every layer gets it as an argument; nothing else outlives the call.
 
-    learns: the indexers' losses are wanted. selections: by layer, kept for replays under gradient checkpointing; None
-    where nothing is replayed. documents: of glm5_next, see `packed_documents`; empty elsewhere.
+    learns: the indexers' losses are wanted. selections: by layer, kept for replays under the model's own gradient
+    checkpointing; None where it is off. documents: of glm5_next, see `packed_documents`; empty elsewhere.
+    kept: what `patch(recompute=...)` keeps of one part of one layer for its replay; None outside such a part.
     """
 
     settings: Settings
     layout: Layout
     learns: bool
     report: Report
-    selections: dict[int, Tensor] | None
+    selections: dict[int, Selection] | None
     documents: tuple[Any, ...] = ()
+    kept: Kept | None = None
+
+    def chosen(self, layer: int) -> bool:
+        """Whether the first pass's selection is at hand: this is a replay."""
+        if self.kept is not None:
+            return self.kept.holds("selection")
+        return self.selections is not None and layer in self.selections
+
+    def selected(self, layer: int, make: Callable[..., Selection], *operands: Any) -> Selection:
+        """`make(*operands)`; a replay has that of the first pass."""
+        if self.kept is not None:
+            return self.kept.value("selection", make, *operands)
+        if self.selections is None:
+            return make(*operands)
+        if layer not in self.selections:
+            self.selections[layer] = make(*operands)
+        return self.selections[layer]
+
+    def graph(self, name: str, make: Callable[..., Tensor], *operands: Any) -> Tensor:
+        """`make(*operands)`; a replay of selective recompute repeats its graph, not its products."""
+        return make(*operands) if self.kept is None else self.kept.graph(name, make, *operands)
 
 
 def layout_of(

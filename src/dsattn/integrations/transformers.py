@@ -15,12 +15,14 @@ from typing import Any, get_args
 
 from torch import nn
 
+from dsattn.config import Recompute
 from dsattn.errors import InputError
 from dsattn.integrations.attention import attention_forward
 from dsattn.integrations.families import Family, class_names, family_of, fingerprint
 from dsattn.integrations.glm5_next import linear_attention_forward
-from dsattn.integrations.hooks import after_body, after_head, before_body, before_head
+from dsattn.integrations.hooks import TWICE, after_body, after_head, before_body, before_head, checkpoints_itself
 from dsattn.integrations.microbatch import Mode, Settings
+from dsattn.integrations.recompute import Forward, other_parts, runs_again
 
 LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm", "k_rope_only_layernorm")
 logger = logging.getLogger(__name__)
@@ -29,35 +31,36 @@ logger = logging.getLogger(__name__)
 class Patch:
     """A patched model. `undo()`, or the end of a `with` block, restores it.
 
-    model_type: the family. mode: see `patch`. layers: attention layers that were replaced; selecting: those with an
-    indexer. trainable: parameters that learn, as (of indexers, all others). pools: the indexers select pools of keys,
-    which teach them nothing, so they are fixed in every mode.
+    model_type: the family. mode, recompute: see `patch`. layers: attention layers that were replaced; selecting: those
+    with an indexer. trainable: parameters that learn, as (of indexers, all others). pools: the indexers select pools of
+    keys, which teach them nothing, so they are fixed in every mode.
     """
 
-    def __init__(self, family: Family, mode: Mode):
+    def __init__(self, family: Family, mode: Mode, recompute: Recompute = "none"):
         self.model_type = family.model_type
         self.pools = family.pools
         self.mode: Mode = mode
+        self.recompute: Recompute = recompute
         self.layers: tuple[str, ...] = ()
         self.selecting: tuple[str, ...] = ()
         self.loss_heads: tuple[str, ...] = ()
         self.trainable: tuple[int, int] = (0, 0)
-        self._attention: list[nn.Module] = []
+        self._forwards: list[nn.Module] = []
         self._hooks: list[Any] = []
         self._grads: list[tuple[nn.Parameter, bool]] = []
         self._eps: list[tuple[Any, float]] = []
 
     def undo(self) -> None:
         """Put everything back that `patch` changed: forwards, hooks, which parameters learn, norm epsilons."""
-        for attention in self._attention:
-            del attention.__dict__["forward"]
+        for module in self._forwards:
+            del module.__dict__["forward"]
         for hook in self._hooks:
             hook.remove()
         for parameter, learns in self._grads:
             parameter.requires_grad_(learns)
         for norm, eps in self._eps:
             norm.variance_epsilon = eps
-        for undone in (self._attention, self._hooks, self._grads, self._eps):
+        for undone in (self._forwards, self._hooks, self._grads, self._eps):
             undone.clear()
 
     def __enter__(self) -> "Patch":
@@ -79,6 +82,7 @@ class Patch:
         return (
             f"dsattn patched {self.model_type}, mode {self.mode}: {len(self.layers)} attention layers, "
             f"{len(self.selecting)} with an indexer; {indexer} indexer parameters and {other} others learn; {loss}"
+            + ("" if self.recompute == "none" else f"; recompute {self.recompute}")
         )
 
 
@@ -90,6 +94,7 @@ def patch(
     indexer_loss_coeff: float | None = None,
     norm_eps: str = "model",
     deterministic: bool | None = None,
+    recompute: Recompute = "none",
     check_source: bool = True,
 ) -> Patch:
     """Replace the attention of a Hugging Face model, on this instance. Works as a context manager too.
@@ -106,12 +111,15 @@ def patch(
     norm_eps: `model` keeps the latent norms' epsilon of the Hugging Face code (1e-6 in glm_moe_dsa and hy_v4); `config`
         takes rms_norm_eps.
     backend, deterministic: as in `dsattn.ops`.
+    recompute: what runs again in the backward instead of staying in memory: attention behind its first projections and
+        the MLP (`selective`), or whole decoder layers (`full`); see `integrations.recompute`. Not beside the model's
+        own gradient checkpointing.
     check_source: refuse a transformers version whose code was not read for this.
 
-    Raises InputError for unknown families and versions, a model that is patched already, attention dropout, and an
-    indexer loss (`warmup`, or a coefficient) of indexers that select pools.
+    Raises InputError for unknown families and versions, a model that is patched already, attention dropout, recompute
+    beside gradient checkpointing, and an indexer loss (`warmup`, or a coefficient) of indexers that select pools.
     """
-    settings = _settings(mode, backend, indexer_loss_coeff, norm_eps, deterministic)
+    settings = _settings(mode, backend, indexer_loss_coeff, norm_eps, deterministic, recompute)
     family, bodies = family_of(model)
     if family.pools:
         settings = _settings_of_pools(family, settings, indexer_loss_coeff)
@@ -120,8 +128,10 @@ def patch(
         _check_attention(family, name, attention)
     if check_source:
         _check_sources(family, bodies)
+    if recompute != "none" and any(map(checkpoints_itself, bodies)):
+        raise InputError(f"recompute={recompute!r} {TWICE}")
 
-    patched = Patch(family, mode)
+    patched = Patch(family, mode, recompute)
     patched.layers = tuple(name for name, _ in layers)
     patched.selecting = tuple(name for name, m in layers if getattr(m, "indexer", None) is not None)
     try:
@@ -181,17 +191,24 @@ def _apply(model_type: str, model: nn.Module, options: dict[str, Any]) -> Patch:
 
 
 def _settings(
-    mode: Mode, backend: str, coefficient: float | None, norm_eps: str, deterministic: bool | None
+    mode: Mode,
+    backend: str,
+    coefficient: float | None,
+    norm_eps: str,
+    deterministic: bool | None,
+    recompute: Recompute,
 ) -> Settings:
     if mode not in get_args(Mode):
         raise InputError(f"mode={mode!r} must be one of {', '.join(get_args(Mode))}")
+    if recompute not in get_args(Recompute):
+        raise InputError(f"recompute={recompute!r} must be one of {', '.join(get_args(Recompute))}")
     if norm_eps not in ("model", "config"):
         raise InputError(f"norm_eps={norm_eps!r} must be 'model' or 'config'")
     if coefficient is not None and mode == "frozen":
         raise InputError(f"indexer_loss_coeff={coefficient} has no use in mode='frozen'; leave it out, or use 'sparse'")
     if coefficient is not None and not (math.isfinite(coefficient) and coefficient > 0):
         raise InputError(f"indexer_loss_coeff={coefficient} must be finite and above 0; mode='frozen' has no loss")
-    return Settings(mode, backend, 1.0 if coefficient is None else float(coefficient), deterministic)
+    return Settings(mode, backend, 1.0 if coefficient is None else float(coefficient), deterministic, recompute)
 
 
 def _settings_of_pools(family: Family, settings: Settings, coefficient: float | None) -> Settings:
@@ -205,14 +222,18 @@ def _settings_of_pools(family: Family, settings: Settings, coefficient: float | 
 
 
 def _check_attention(family: Family, name: str, attention: Any) -> None:
-    if "forward" in attention.__dict__:
-        raise InputError(
-            f"{name} has a forward of its own already: undo the earlier patch, or patch before other tools"
-        )
+    _check_forward(name, attention)
     if attention.attention_dropout:
         raise InputError(
             f"{family.model_type} has attention_dropout={attention.attention_dropout}; sparse attention has "
             "no dropout, set config.attention_dropout=0 before the model is built"
+        )
+
+
+def _check_forward(name: str, module: nn.Module) -> None:
+    if "forward" in module.__dict__:
+        raise InputError(
+            f"{name} has a forward of its own already: undo the earlier patch, or patch before other tools"
         )
 
 
@@ -230,8 +251,10 @@ def _install(patched: Patch, settings: Settings, family: Family, model: nn.Modul
     forwards = {family.attention: attention_forward, family.linear_attention: linear_attention_forward}
     for attention in model.modules():
         for name in class_names(attention) & forwards.keys():
-            attention.forward = types.MethodType(forwards[name], attention)
-            patched._attention.append(attention)
+            _replace(patched, attention, runs_again(patched.recompute, "attention", forwards[name]))
+    for name, part, forward in other_parts(patched.recompute, bodies):
+        _check_forward(name, part)
+        _replace(patched, part, forward)
     heads = [m for m in model.modules() if class_names(m) & set(family.heads)]
     patched.loss_heads = tuple(type(m).__name__ for m in heads)
     for head in heads:
@@ -242,6 +265,11 @@ def _install(patched: Patch, settings: Settings, family: Family, model: nn.Modul
         before, after = functools.partial(before_body, settings, family), functools.partial(after_body, settings)
         patched._hooks.append(body.register_forward_pre_hook(before, with_kwargs=True))
         patched._hooks.append(body.register_forward_hook(after, with_kwargs=True))
+
+
+def _replace(patched: Patch, module: nn.Module, forward: Forward) -> None:
+    module.forward = types.MethodType(forward, module)
+    patched._forwards.append(module)
 
 
 def _set_eps(attention: Any) -> list[tuple[Any, float]]:

@@ -28,6 +28,7 @@ from dsattn.keys import KeyRange, Layout
 from dsattn.ops.blocks import row_blocks
 from dsattn.ops.indexer import check_indexer, wide_dtype
 from dsattn.ops.operator import operator
+from dsattn.quantize import from_e4m3, to_e4m3
 from dsattn.selection import Selection, rank
 
 Arithmetic = Literal["fp32", "hf"]
@@ -124,11 +125,7 @@ def round_to_e4m3(x: Tensor) -> Tensor:
     are those of an fp8 kernel: a power of two moves through product and ReLU without rounding. A vector with a NaN or
     an infinity becomes NaN.
     """
-    x = x.detach().float()
-    ratio = x.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
-    mantissa, _ = torch.frexp(ratio)
-    scale = torch.where(mantissa == 0.5, ratio, ratio / mantissa)  # exact: both are powers of two
-    return ((x / scale).to(torch.float8_e4m3fn).float() * scale).to(torch.bfloat16)
+    return from_e4m3(*to_e4m3(x, power_of_two=True)).to(torch.bfloat16)
 
 
 def _check_pool_size(pool_size: int) -> None:

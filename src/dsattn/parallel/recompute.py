@@ -55,23 +55,29 @@ class Checkpoints:
         """
         if part not in PARTS[self.policy] or not torch.is_grad_enabled():
             return function(run, *operands)
-        if torch.compiler.is_compiling():
-            raise InputError(
-                "recompute runs layers that are not compiled; compile what they call, or use policy 'none'"
-            )
         stash = Stash(self.keeps)
         inside = dataclasses.replace(run, recompute=None, kept=stash)
 
         def again(*_: Tensor) -> R:
             return function(dataclasses.replace(inside, probe=None) if stash.replaying else inside, *operands)
 
-        contexts = (_Phase(stash, replaying=False), _Phase(stash, replaying=True))
-        inputs = tuple(tensors((run, operands)))
-        return checkpoint(again, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts)
+        return checkpointed(stash, again, *tensors((run, operands)))
 
     def keeps(self, name: str) -> bool:
         """Whether checkpoints keep what is called `name`."""
         return self.reuse_selection if name in CHOSEN else self.policy == "selective"
+
+
+def checkpointed(stash: "Stash", function: Callable[..., R], *inputs: Tensor, preserve_rng_state: bool = False) -> R:
+    """`function(*inputs)`, which a backward calls again; `stash` knows which of the two passes runs.
+
+    Changing an input before the backward is an error. preserve_rng_state: the replay draws the same random numbers.
+    """
+    if torch.compiler.is_compiling():
+        raise InputError("recompute runs layers that are not compiled; compile what they call, or use policy 'none'")
+    contexts = (_Phase(stash, replaying=False), _Phase(stash, replaying=True))
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+    return checkpoint(function, *inputs, context_fn=lambda: contexts, **options)
 
 
 def checkpoints(train: TrainConfig) -> Checkpoints | None:

@@ -8,24 +8,23 @@
       .step-00000100.replaced  former checkpoint of a step that is being saved again; counts while it is the only one
       .step-00000050.removed   being pruned
 
-One process writes a run_dir at a time; any number may read it. Reading unpickles: load only what you trust. The
-checksums guard against damage, not against malice.
+One job writes a run_dir at a time; any number may read it. With many processes `save`, `verify` and `load` are
+collective, over a folder that all of them see: each writes and reads its own part of sharded tensors and looks at its
+share of the files; rank 0 writes manifest and names. What was saved on one mesh loads on any other.
+Reading unpickles: load only what you trust. The checksums guard against damage, not against malice.
 """
 
 import contextlib
-import json
 import os
-import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -33,9 +32,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dsattn.errors import CheckpointError, InputError
-from dsattn.training import manifest
+from dsattn.training import consensus, manifest
+from dsattn.training.entries import Facts, as_json, differing, missing, slots_of
+from dsattn.training.folders import hidden, latest, list_checkpoints, prune, put_back, remove_leftovers
 
-_COMPLETE = re.compile(r"step-\d{8,}|\.step-\d{8,}\.replaced")
+__all__ = ["Saving", "begin_save", "contents", "latest", "list_checkpoints", "load", "load_meta", "save", "verify"]
+
+_FINISHERS = ThreadPoolExecutor(1, thread_name_prefix="dsattn-checkpoint")
 
 
 def save(run_dir: Path, step: int, state: dict[str, Any], *, keep: int, meta: dict[str, Any] | None = None) -> Path:
@@ -46,7 +49,7 @@ def save(run_dir: Path, step: int, state: dict[str, Any], *, keep: int, meta: di
         step: optimiser steps done so far, >= 0. A step saved before is replaced atomically: a resumed run may save
             the step that it started from.
         state: nested dict with string keys. Tensors (any device and dtype, DTensor too) are stored one by one, a
-            branch without tensors whole, by pickle. Tensors in lists, and modules, are refused.
+            branch without tensors whole, by pickle, from rank 0. Tensors in lists, and modules, are refused.
         keep: checkpoints kept, >= 1: this one and the newest of lower steps. Older ones are removed once this one is
             durable; those of higher steps are not touched.
         meta: anything that JSON can say (tuples come back as lists), readable without the tensors: `load_meta`.
@@ -55,50 +58,109 @@ def save(run_dir: Path, step: int, state: dict[str, Any], *, keep: int, meta: di
     CheckpointError where writing fails (a full disk): earlier checkpoints are all there then, or the message says that
     the new one is complete.
     """
+    return begin_save(run_dir, step, state, keep=keep, meta=meta, wait=True).result()
+
+
+def begin_save(
+    run_dir: Path,
+    step: int,
+    state: dict[str, Any],
+    *,
+    keep: int,
+    meta: dict[str, Any] | None = None,
+    wait: bool = False,
+) -> "Saving":
+    """As `save`, which may go on in the background: `state` may change as soon as this returns.
+
+    wait: the folder is complete on return, as always with one process. Call `result` before the next save.
+    """
     if step < 0 or keep < 1:
         raise InputError(f"step={step} must be at least 0 and keep={keep} at least 1")
-    entries = {name: branch[key] for name, (branch, key) in _slots(state).items()}
-    meta = _as_json(meta or {})
-    _refuse_many_ranks()
-    root = Path(run_dir) / "checkpoints"
-    final = root / f"step-{step:08d}"
-    partial, replaced = _hidden(final, "partial"), _hidden(final, "replaced")
+    entries = {name: branch[key] for name, (branch, key) in slots_of(state).items()}
+    target = _Target(Path(run_dir) / "checkpoints", step, keep, as_json(meta or {}))
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        _put_back(root)
-        _remove_leftovers(root)
-        _write(partial, entries)
-        manifest.write(partial, step, meta)
-        if final.exists():
-            os.replace(final, replaced)
-        os.replace(partial, final)
-        manifest.sync(root)
-        manifest.sync(root.parent)
+        consensus.on_first(target.open)
+        if wait or consensus.size() == 1:
+            consensus.together(lambda: _write(target.partial, entries))
+            consensus.on_first(target.close)
+        else:
+            group = dist.new_group(backend="gloo")  # its own: training's collectives must not meet those of saving
+            assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+            writing = _write_later(target.partial, entries, group)
+            return Saving(target, _FINISHERS.submit(target.finish, writing), group)
     except Exception as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            _put_back(root)
-        newest = latest(run_dir)
-        raise CheckpointError(
-            f"the checkpoint of step {step} could not be written to {root}: {error}. Earlier checkpoints are "
+        raise target.failed(error) from error
+    target.prune()
+    return Saving(target)
+
+
+class Saving:
+    """A checkpoint that may still be on its way."""
+
+    def __init__(self, target: "_Target", end: "Future[None] | None" = None, group: dist.ProcessGroup | None = None):
+        self._target, self._end, self._group = target, end, group
+
+    def result(self) -> Path:
+        """Wait until the checkpoint is complete, and return its folder. Collective. Raises as `save` does."""
+        end, self._end = self._end, None
+        if end is not None:
+            try:
+                consensus.together(end.result)
+            except Exception as error:
+                raise self._target.failed(error) from error
+            finally:
+                dist.destroy_process_group(self._group)
+            self._target.prune()
+        return self._target.final
+
+
+class _Target:
+    """The folder of one checkpoint, and the steps from nothing to its name."""
+
+    def __init__(self, root: Path, step: int, keep: int, meta: dict[str, Any]):
+        self.root, self.step, self.keep, self.meta = root, step, keep, meta
+        self.final = root / f"step-{step:08d}"
+        self.partial, self.replaced = hidden(self.final, "partial"), hidden(self.final, "replaced")
+
+    def open(self) -> None:
+        """An empty folder under a name that nobody reads."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        put_back(self.root)
+        remove_leftovers(self.root)
+        self.partial.mkdir()
+
+    def close(self) -> None:
+        """Manifest and name, once every rank's files are there."""
+        manifest.write(self.partial, self.step, self.meta)
+        if self.final.exists():
+            os.replace(self.final, self.replaced)
+        os.replace(self.partial, self.final)
+        manifest.sync(self.root)
+        manifest.sync(self.root.parent)
+
+    def finish(self, writing: "Future[Any]") -> None:
+        """`close` behind a background write, which is done on all ranks when it is done on rank 0."""
+        with _unwrapped():
+            writing.result()
+        if consensus.rank() == 0:
+            self.close()
+
+    def prune(self) -> None:
+        """Remove older checkpoints."""
+        if consensus.rank() == 0:
+            prune(self.root, self.step, self.keep)
+
+    def failed(self, error: Exception) -> CheckpointError:
+        """Put everything back; the error to raise."""
+        if consensus.rank() == 0:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                put_back(self.root)
+        newest = latest(self.root.parent)
+        return CheckpointError(
+            f"the checkpoint of step {self.step} could not be written to {self.root}: {error}. Earlier checkpoints are "
             f"untouched, the newest is {newest or 'none'}; remove the cause and resume from there"
-        ) from error
-    _prune(root, step, keep)
-    return final
-
-
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Complete checkpoints of a run, ascending by step. Complete is not intact: `verify` reads every byte."""
-    paths = Path(run_dir).glob("checkpoints/*")
-    complete = (path for path in paths if _COMPLETE.fullmatch(path.name) and (path / manifest.NAME).is_file())
-    # ".step-N.replaced" sorts before "step-N" and so gives way to it.
-    by_step = {_step(path): path for path in sorted(complete)}
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def latest(run_dir: Path) -> Path | None:
-    """The complete checkpoint of the highest step, or None."""
-    return next(reversed(list_checkpoints(run_dir)), None)
+        )
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -107,7 +169,8 @@ def verify(path: Path) -> dict[str, Any]:
     Raises CheckpointError with every file that is missing, truncated or altered, and the newest other intact one.
     """
     path = Path(path)
-    problems = manifest.damage(path)
+    found = consensus.everyone(manifest.damage(path, (consensus.rank(), consensus.size())))
+    problems = list(dict.fromkeys(problem for part in found for problem in part))
     if not problems:
         return manifest.read(path)
     others = [other for other in list_checkpoints(path.parent.parent) if other.name != path.name]
@@ -125,7 +188,7 @@ def load_meta(path: Path) -> dict[str, Any]:
     return manifest.read(Path(path))["meta"]
 
 
-def contents(path: Path) -> dict[str, tuple[torch.Size, torch.dtype] | None]:
+def contents(path: Path) -> dict[str, Facts]:
     """Dotted name -> shape and dtype of every tensor, None for other values. `verify` first: damage is not checked."""
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     return {
@@ -143,7 +206,7 @@ def load(path: Path, state: dict[str, Any], *, partial: bool = False, verified: 
     Args:
         path: a checkpoint's folder.
         state: nested dict with string keys, shaped like the one that was saved.
-        partial: leave entries of the checkpoint that `state` lacks unread, as for weights alone.
+        partial: leave entries of the checkpoint that `state` lacks on all ranks unread, as for weights alone.
         verified: `verify` was called just now; do not read every byte again.
 
     Raises CheckpointError, before anything is filled, for the damage that `verify` finds, and with every entry that is
@@ -152,17 +215,24 @@ def load(path: Path, state: dict[str, Any], *, partial: bool = False, verified: 
     path = Path(path)
     if not verified:
         verify(path)
-    _refuse_many_ranks()
-    slots = _slots(state)
+    slots = slots_of(state)
     entries = {name: branch[key] for name, (branch, key) in slots.items()}
-    problems = list(_mismatches(entries, contents(path), partial))
+    saved = contents(path)
+    everywhere = {name: None for names in consensus.everyone(list(entries)) for name in names}
+    unheld = [] if partial else sorted(saved.keys() - everywhere.keys())
+    here = [
+        *missing(entries, saved),
+        *(f"{name} is in the checkpoint, but nothing was given to hold it" for name in unheld),
+        *differing(entries, saved),
+    ]
+    problems = list(dict.fromkeys(problem for part in consensus.everyone(here) for problem in part))
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise CheckpointError(f"checkpoint {path} does not fit, {len(problems)} problem(s):\n{listed}")
     # Flattening inside the planner would put the values that are not tensors into a copy of `entries`.
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        with _one_process():
+        with _unwrapped():
             state_dict_loader.load(entries, storage_reader=FileSystemReader(path), planner=planner)
     except Exception as error:
         raise CheckpointError(f"checkpoint {path} is intact but cannot be read: {error}") from error
@@ -171,45 +241,9 @@ def load(path: Path, state: dict[str, Any], *, partial: bool = False, verified: 
     return state
 
 
-def _slots(tree: dict[str, Any], prefix: str = "") -> dict[str, tuple[dict[str, Any], str]]:
-    """Dotted name -> (dict, key) of every tensor and of every largest branch without tensors."""
-    slots: dict[str, tuple[dict[str, Any], str]] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if not isinstance(key, str):
-            raise InputError(f"state: key {name!r} must be a string; tensors are found by their dotted names")
-        deeper = isinstance(value, dict) and _holds_tensor(value)
-        for inner, slot in _slots(value, f"{name}.").items() if deeper else [(name, (tree, key))]:
-            if slots.setdefault(inner, slot) is not slot:
-                raise InputError(f"state: two entries are both named {inner!r}; rename one")
-        if not (deeper or isinstance(value, Tensor)) and (_holds_tensor(value) or hasattr(value, "state_dict")):
-            raise InputError(f"state: {name} is a {type(value).__name__}; give tensors in dicts, x.state_dict() for x")
-    return slots
-
-
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, list | tuple | set | frozenset):
-        return isinstance(value, Tensor)
-    return any(_holds_tensor(item) for item in value)
-
-
-def _as_json(meta: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return json.loads(json.dumps(meta))
-    except (TypeError, ValueError) as error:
-        raise InputError(f"meta must be JSON-able: {error}; use numbers, strings, lists and dicts") from error
-
-
-def _refuse_many_ranks() -> None:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise CheckpointError(f"checkpoints of {dist.get_world_size()} ranks are not supported; run one process")
-
-
 @contextlib.contextmanager
-def _one_process() -> Iterator[None]:
-    """Run torch.distributed.checkpoint without a process group; raise what happened inside instead of its wrapper."""
+def _unwrapped() -> Iterator[None]:
+    """Run torch.distributed.checkpoint, on one process too; raise what happened inside instead of its wrapper."""
     with warnings.catch_warnings():
         # It warns whenever no process group exists, which is meant here.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
@@ -232,62 +266,17 @@ def _underlying(error: BaseException, outer: BaseException | None) -> BaseExcept
 
 
 def _write(folder: Path, entries: dict[str, Any]) -> None:
-    folder.mkdir()
+    with _unwrapped():
+        state_dict_saver.save(entries, storage_writer=FileSystemWriter(folder), planner=_planner())
+
+
+def _write_later(folder: Path, entries: dict[str, Any], group: dist.ProcessGroup) -> "Future[Any]":
+    """Copy to host memory, then write in a thread."""
+    writer = FileSystemWriter(folder)
+    begun = state_dict_saver.async_save(entries, storage_writer=writer, planner=_planner(), process_group=group)
+    return begun if isinstance(begun, Future) else begun.upload_completion
+
+
+def _planner() -> DefaultSavePlanner:
     # Either kind of flattening in the planner would drop empty containers.
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _one_process():
-        state_dict_saver.save(entries, storage_writer=FileSystemWriter(folder), planner=planner)
-
-
-def _step(path: Path) -> int:
-    return int("".join(filter(str.isdigit, path.name)))
-
-
-def _hidden(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{kind}")
-
-
-def _put_back(root: Path) -> None:
-    """Undo a replacement that was cut short between its two renames."""
-    for replaced in root.glob(".step-*.replaced"):
-        final = replaced.with_name(replaced.stem[1:])
-        if not final.exists():
-            os.replace(replaced, final)
-    manifest.sync(root)
-
-
-def _remove_leftovers(root: Path) -> None:
-    for kind in ("partial", "removed", "replaced"):
-        for folder in root.glob(f".step-*.{kind}"):
-            shutil.rmtree(folder)
-
-
-def _prune(root: Path, step: int, keep: int) -> None:
-    """Remove older checkpoints, each hidden by a rename first: a half-removed one must not look complete."""
-    older = [path for path in list_checkpoints(root.parent) if _step(path) < step]
-    try:
-        for path in older[: max(0, len(older) - (keep - 1))]:
-            os.replace(path, _hidden(path, "removed"))
-        _remove_leftovers(root)
-    except OSError as error:
-        raise CheckpointError(f"step {step} is saved, but older checkpoints cannot be removed: {error}") from error
-
-
-def _mismatches(entries: dict[str, Any], saved: dict[str, Any], partial: bool) -> Iterator[str]:
-    for name in sorted(entries.keys() - saved.keys()):
-        yield f"{name} is missing from the checkpoint"
-    if not partial:
-        for name in sorted(saved.keys() - entries.keys()):
-            yield f"{name} is in the checkpoint, but nothing was given to hold it"
-    for name in sorted(entries.keys() & saved.keys()):
-        given = _facts(entries[name])
-        if given != saved[name]:
-            yield f"{name} is {_describe(saved[name])} in the checkpoint, {_describe(given)} here"
-
-
-def _facts(value: Any) -> tuple[torch.Size, torch.dtype] | None:
-    return (value.shape, value.dtype) if isinstance(value, Tensor) else None
-
-
-def _describe(facts: tuple[torch.Size, torch.dtype] | None) -> str:
-    return f"{facts[1]} {list(facts[0])}" if facts else "not a tensor"
+    return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -11,70 +11,21 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from dsattn.config import DataConfig
 from dsattn.errors import DataError, InputError
-from dsattn.keys import Layout
-from dsattn.training.text import Split, TextFile, find_files, read_documents, split_files
+from dsattn.training.packs import IGNORED_LABEL, Pack, RawPack, finish, fold
+from dsattn.training.text import BadDocument, Split, TextFile, find_files, read_documents, split_files
 from dsattn.training.tokenizers import Tokenizer
 
-IGNORED_LABEL = -100
-"""Label of rows that have no next token; what `torch.nn.functional.cross_entropy` ignores."""
+__all__ = ["IGNORED_LABEL", "Pack", "PackStream", "fold", "held_out_packs"]
 
 _HELD_OUT_SPREAD = 8
-_ORDERING = ("text_field", "held_out", "min_document_tokens", "seed", "interleave")
-
-
-@dataclass(frozen=True, eq=False)
-class Pack:
-    """T token rows and what is known about them.
-
-    tokens: [T] int64. labels: [T] int64, the next token of the same document; IGNORED_LABEL on each document's last
-    token and on padding. layout: T rows; padding, if any, comes last. num_labels: labels that count; may be 0.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    layout: Layout
-    num_labels: int
-
-    def to(self, device: torch.device | str) -> "Pack":
-        """A copy on `device`; does not wait for the transfer."""
-        return replace(
-            self,
-            tokens=self.tokens.to(device, non_blocking=True),
-            labels=self.labels.to(device, non_blocking=True),
-            layout=self.layout.to(device),
-        )
-
-
-def fold(packs: Sequence[Pack]) -> Pack:
-    """Several packs, on the host, as one stream: a micro-batch. Each pack's padding stays behind its documents.
-
-    Raises InputError where there is none.
-    """
-    if not packs:
-        raise InputError("packs is empty; give at least one")
-    lengths: list[int] = []
-    padded: list[int] = []
-    for pack in packs:
-        real = list(pack.layout.lengths) or [0]
-        rows = pack.tokens.shape[0]
-        lengths += real
-        padded += [*real[:-1], real[-1] + rows - sum(real)]
-    return Pack(
-        tokens=torch.cat([pack.tokens for pack in packs]),
-        labels=torch.cat([pack.labels for pack in packs]),
-        layout=Layout.packed(lengths, padded=padded),
-        num_labels=sum(pack.num_labels for pack in packs),
-    )
+_ORDERING = ("text_field", "held_out", "min_document_tokens", "seed", "interleave", "long_documents")
 
 
 class _Place(NamedTuple):
@@ -94,13 +45,6 @@ class _Run(NamedTuple):
     ends: bool
 
 
-class _RawPack(NamedTuple):
-    """At most T int32 ids and the lengths of their documents, in order."""
-
-    tokens: np.ndarray
-    lengths: list[int]
-
-
 class PackStream(Iterator[Pack]):
     """The packs of one split, in one global order that depends on nothing but configuration, tokenizer and files.
 
@@ -109,11 +53,13 @@ class PackStream(Iterator[Pack]):
     many steps. Every row is real. `held_out` reads once, one file after the other, whatever the seed, and pads its last
     pack.
 
-    An empty text is a document of one eos. A document with fewer than `min_document_tokens` tokens (its eos counts) is
-    passed over. A document that does not fit is cut, and its rest is a new document of the lane's next pack: positions
-    restart there, and the token before the cut has no label.
+    A document that cannot be read, or by `long_documents` must not be, raises BadDocument; `pass_over` goes on without
+    it. An empty text is a document of one eos. A document with fewer than `min_document_tokens` tokens (its eos counts)
+    is passed over. A document that does not fit is cut, and its rest is a new document of the lane's next pack:
+    positions restart there, and the token before the cut has no label.
 
-    Raises DataError where a file cannot be read, or where a whole pass brings nothing to learn from.
+    Raises DataError where a file cannot be read, or where a whole pass brings nothing to learn from; the stream is
+    broken then.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, split: Split = "train"):
@@ -128,12 +74,13 @@ class PackStream(Iterator[Pack]):
         lanes = min(config.interleave, len(self.files)) if split == "train" else 1
         self._lanes = [_Lane(self, number, lanes) for number in range(lanes)]
         self._turn = 0
+        self.without: set[tuple[str, int]] = set()
         self._made_from = self._describe()
 
     def __next__(self) -> Pack:
-        return _finish(self.next_raw(), self.config.pack_tokens, self.tokenizer.pad)
+        return finish(self.next_raw(), self.config.pack_tokens, self.tokenizer.pad)
 
-    def next_raw(self) -> _RawPack:
+    def next_raw(self) -> RawPack:
         """The next pack of the lane whose turn it is; lanes that have run out are passed over."""
         for _ in self._lanes:
             lane = self._lanes[self._turn]
@@ -147,6 +94,11 @@ class PackStream(Iterator[Pack]):
             f"more (data.min_document_tokens={self.config.min_document_tokens}); add text"
         )
 
+    def pass_over(self, bad: Sequence[tuple[str, int]], since: Mapping[str, Any]) -> None:
+        """Go on at `since`, a `state_dict`, without the documents `bad`: (name of the file, record) each, for good."""
+        self.without.update(bad)
+        self.load_state_dict({**since, "without": sorted(self.without)})
+
     @property
     def epoch(self) -> int:
         """The pass over the files, from 0, that the slowest lane is in."""
@@ -155,7 +107,8 @@ class PackStream(Iterator[Pack]):
     def state_dict(self) -> dict[str, Any]:
         """The point behind the last pack given out, and what the order of tokens hangs on; files by name and size."""
         places = [lane.place._asdict() for lane in self._lanes]
-        return {"places": places, "turn": self._turn, "made_from": dict(self._made_from)}
+        without = sorted(self.without)
+        return {"places": places, "turn": self._turn, "made_from": dict(self._made_from), "without": without}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on behind the last pack given out when `state` was taken, with the same tokens to the last bit.
@@ -165,9 +118,13 @@ class PackStream(Iterator[Pack]):
         may change.
         """
         now, then = self._made_from, state["made_from"]
-        changed = [f"{name}: {then.get(name)!r} then, {now[name]!r} now" for name in now if then.get(name) != now[name]]
+        names = [name for name in now if then.get(name, now[name]) != now[name]]
+        changed = [f"{name}: {then[name]!r} then, {now[name]!r} now" for name in names]
         if changed:
             raise DataError(f"cannot resume: the training text has changed ({'; '.join(changed)}); start a new run")
+        found = {(name, record) for name, record in state.get("without", ())}
+        self.without.intersection_update(found)
+        self.without.update(found)
         for lane, place in zip(self._lanes, state["places"], strict=True):
             lane.seek(_Place(**place))
         self._turn = state["turn"]
@@ -205,7 +162,7 @@ class _Lane:
         self.place = place
         self.packs = self._cut(self._runs(place))
 
-    def _cut(self, runs: Iterator[_Run]) -> Iterator[_RawPack]:
+    def _cut(self, runs: Iterator[_Run]) -> Iterator[RawPack]:
         """Cut runs of tokens into packs, moving `place` to the end of each before it is given out."""
         pack_tokens = self.stream.config.pack_tokens
         room = pack_tokens
@@ -225,10 +182,10 @@ class _Lane:
                 if not room:
                     following = place._replace(record=place.record + 1, token=0)
                     self.place = following if finished else place._replace(token=place.token + used)
-                    yield _RawPack(np.concatenate(parts), lengths)
+                    yield RawPack(np.concatenate(parts), lengths)
                     parts, lengths, room = [], [], pack_tokens
         if parts and self.learnable and self.stream.split == "held_out":
-            yield _RawPack(np.concatenate(parts), lengths)
+            yield RawPack(np.concatenate(parts), lengths)
 
     def _runs(self, start: _Place) -> Iterator[_Run]:
         """Every token from `start` on; behind the document, file and epoch that it names, everything from its start."""
@@ -237,9 +194,11 @@ class _Lane:
             self.learnable = start != _Place(epoch)  # a pass that was resumed in its middle proves nothing
             files = _shuffled(self.files, f"{self.draw}{epoch} ")
             for at in range(start.file, len(files)):
-                for record, pieces in read_documents(files[at], config.text_field, start.record):
+                name = files[at].name
+                without = frozenset(record for file, record in self.stream.without if file == name)
+                for record, pieces in read_documents(files[at], config.text_field, start.record, without):
                     token = 0
-                    for tokens, ends in self._encoded(pieces):
+                    for tokens, ends in self._encoded(pieces, (name, record)):
                         self.learnable |= not ends
                         first = max(start.token - token, 0)
                         if first < len(tokens):
@@ -251,50 +210,49 @@ class _Lane:
                 return
             start = _Place(epoch + 1)
 
-    def _encoded(self, pieces: Iterator[str]) -> Iterator[tuple[np.ndarray, bool]]:
+    def _encoded(self, pieces: Iterator[str], place: tuple[str, int]) -> Iterator[tuple[np.ndarray, bool]]:
         """Token arrays of one document, none empty; the last holds eos alone and comes with True."""
-        tokenizer, least = self.stream.tokenizer, self.stream.config.min_document_tokens
+        tokenizer, config = self.stream.tokenizer, self.stream.config
+        least, most = config.min_document_tokens, config.pack_tokens if config.long_documents == "refuse" else None
         waiting: list[np.ndarray] = []
         seen = 0
         for piece in pieces:
             tokens = tokenizer.encode(piece)
             seen += len(tokens)
             waiting.append(tokens)
-            if seen + 1 >= least:
+            if most is not None and seen + 1 > most:
+                said = f"{place[0]}, document {place[1]}: more than data.pack_tokens={most} tokens"
+                raise BadDocument(f"{said}; data.long_documents='cut' would cut it", *place)
+            if most is None and seen + 1 >= least:
                 yield from ((tokens, False) for tokens in waiting if len(tokens))
                 waiting = []
         if seen + 1 >= least:
+            yield from ((tokens, False) for tokens in waiting if len(tokens))
             yield np.array([tokenizer.eos], np.int32), True
 
 
-def held_out_packs(config: DataConfig, tokenizer: Tokenizer, n: int) -> list[Pack]:
+def held_out_packs(
+    config: DataConfig, tokenizer: Tokenizer, n: int, without: set[tuple[str, int]] | None = None
+) -> list[Pack]:
     """The same `n` held-out packs every time, or all where there are fewer; the last of all may end in padding.
 
     They are spread evenly over the first 8 n packs, so that a few packs are not all from one long document.
+    without: documents to pass over, (name of the file, record) each; gets the bad ones where these are skipped.
     Raises DataError where nothing is held out, InputError for n < 1.
     """
     if n < 1:
         raise InputError(f"n={n} must be at least 1")
     stream = PackStream(config, tokenizer, "held_out")
-    raw: list[_RawPack] = []
+    stream.without = set() if without is None else without
+    raw: list[RawPack] = []
     with contextlib.suppress(StopIteration):
         while len(raw) < _HELD_OUT_SPREAD * n:
-            raw.append(stream.next_raw())
+            before = stream.state_dict()
+            try:
+                raw.append(stream.next_raw())
+            except BadDocument as bad:
+                if config.bad_documents == "stop":
+                    raise
+                stream.pass_over([(bad.name, bad.record)], before)
     chosen = raw if len(raw) <= n else [raw[i * len(raw) // n] for i in range(n)]
-    return [_finish(one, config.pack_tokens, tokenizer.pad) for one in chosen]
-
-
-def _finish(raw: _RawPack, rows: int, pad: int) -> Pack:
-    """Tensors, labels and layout of a raw pack, padded to `rows`."""
-    filled = len(raw.tokens)
-    tokens = np.full(rows, pad, np.int64)
-    tokens[:filled] = raw.tokens
-    labels = np.full(rows, IGNORED_LABEL, np.int64)
-    labels[: filled - 1] = tokens[1:filled]
-    labels[np.cumsum(raw.lengths) - 1] = IGNORED_LABEL
-    return Pack(
-        tokens=torch.from_numpy(tokens),
-        labels=torch.from_numpy(labels),
-        layout=Layout.packed(raw.lengths, total=rows),
-        num_labels=filled - len(raw.lengths),
-    )
+    return [finish(one, config.pack_tokens, tokenizer.pad) for one in chosen]

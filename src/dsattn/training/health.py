@@ -21,19 +21,16 @@ from torch import Tensor, nn
 
 from dsattn.config import DSAConfig
 from dsattn.errors import InputError
-from dsattn.keys import KeyRange
 from dsattn.model.decoder import Decoder
 from dsattn.nn.state import Observation, Pass
-from dsattn.ops import indexer_kl, select_keys
-from dsattn.ops.blocks import row_blocks, span
-from dsattn.selection import Selection
+from dsattn.ops import indexer_kl
 from dsattn.training.data import Pack
+from dsattn.training.observed import attention_blocks, counted_rows, ranges_of, selection_of
 
 QUARTILES = 4
 _PER_ROW = ("recall", "random", "recency", "oracle", "top1", "kl_uniform")
 _BY_QUARTILE = ("recall", "random", "recency")
 _DISTANCE_BINS = 33  # 0, 1, 2-3, 4-7, ...: all that int32 key rows can be apart
-_MASKS_AND_MASSES = 6  # [R, W] temporaries beside the [R, H, W] logits and probabilities
 _UNIFORM_NATS = 1e-6  # attention this close to uniform has nothing to capture but rounding
 
 
@@ -115,7 +112,7 @@ def indexer_health(model: Decoder, packs: Sequence[Pack], *, max_rows_per_pack: 
     device = next(model.parameters()).device
     owners = [layer for layer, source in enumerate(model.model.sources) if source == layer]
     tallies = {layer: _Tally(top_k, model.config.attention.heads, device) for layer in owners}
-    counted = [_counted_rows(pack, top_k, max_rows_per_pack) for pack in packs]
+    counted = [counted_rows(pack, top_k, max_rows_per_pack) for pack in packs]
     places = [pack.layout.positions.cpu()[rows] for pack, rows in zip(packs, counted, strict=True)]
     positions = torch.cat(places).sort().values if places else torch.empty(0, dtype=torch.int64)
     total = len(positions)
@@ -147,14 +144,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _counted_rows(pack: Pack, top_k: int, most: int | None) -> Tensor:
-    """[R] int64 on the host, ascending."""
-    rows = (pack.layout.keys.lengths() > top_k).cpu().nonzero().flatten()
-    if most is not None and len(rows) > most:
-        rows = rows[(2 * torch.arange(most) + 1) * len(rows) // (2 * most)]
-    return rows
-
-
 def _observe(model: Decoder, pack: Pack, rows: Tensor, quartile: Tensor, tallies: dict[int, "_Tally"]) -> None:
     """One forward of one pack, each of its layers measured while it runs."""
     device = next(model.parameters()).device
@@ -184,29 +173,20 @@ class _Tally:
     def add(self, seen: Observation, rows: Tensor, quartile: Tensor, dsa: DSAConfig) -> None:
         """Measure `rows` [R] of what a layer was seen to do; quartile: [R], each row's."""
         assert seen.index is not None, "a probed layer runs the indexer it owns"
-        keys = KeyRange(seen.layout.keys.start[rows], seen.layout.keys.stop[rows])
+        keys = ranges_of(seen, rows)
         indexer = (seen.index.q[rows], seen.index.k, seen.index.w[rows])
-        q_RHC = seen.q[rows]
-        shared = {"relu": dsa.indexer.relu, "backend": dsa.backend}
-        self.kl += indexer_kl(*indexer, q_RHC, seen.kv, seen.lse[rows], keys, scale=seen.scale, divisor=1, **shared)
-        shared |= {"precision": dsa.precision, "block_bytes": dsa.block_bytes}
-        selection = select_keys(*indexer, keys, self.top_k, **shared)
+        attention = (seen.q[rows], seen.kv, seen.lse[rows])
+        options = {"relu": dsa.indexer.relu, "backend": dsa.backend}
+        self.kl += indexer_kl(*indexer, *attention, keys, scale=seen.scale, divisor=1, **options)
+        selection = selection_of(seen, rows, keys, dsa)
         here = seen.layout.rows[rows]
         self.distances += _distances(here, selection.index)
-        wide = torch.promote_types(q_RHC.dtype, torch.float32)
-        start, stop = keys.start.cpu(), keys.stop.cpu()
-        per_row = wide.itemsize * seen.kv.shape[0] * (2 * q_RHC.shape[1] + _MASKS_AND_MASSES)
-        for part in row_blocks(len(rows), per_row, rows.device):
-            ranges = keys.row_slice(part.start, part.stop)
-            run = slice(*span(start[part], stop[part], seen.kv.shape[0]))
-            column_W = torch.arange(run.start, run.stop, device=rows.device)
-            visible_RW = (column_W >= ranges.start[:, None]) & (column_W < ranges.stop[:, None])
-            p_RHW = _attention(q_RHC[part].to(wide), seen.kv[run].to(wide), seen.scale, visible_RW)
-            chosen = Selection(selection.index[part], selection.length[part])
-            selected_RW = chosen.mask(run.stop)[:, run.start :]
-            recent_RW = column_W >= ranges.stop[:, None] - self.top_k
-            heaviest = self._add_block(p_RHW, selected_RW, recent_RW, ranges.lengths(), quartile[part])
-            self.oracle_distances += _distances(here[part], heaviest + run.start)
+        for block in attention_blocks(seen, rows, keys):
+            part, ranges = block.part, block.ranges
+            recent_RW = block.columns >= ranges.stop[:, None] - self.top_k
+            masks = (block.selected(selection), recent_RW)
+            heaviest = self._add_block(block.p, *masks, ranges.lengths(), quartile[part])
+            self.oracle_distances += _distances(here[part], heaviest + block.run.start)
 
     def _add_block(
         self, p_RHW: Tensor, selected_RW: Tensor, recent_RW: Tensor, visible_R: Tensor, quartile_R: Tensor
@@ -257,14 +237,6 @@ class _Tally:
             oracle_distances=_without_tail(self.oracle_distances.tolist()),
             **fields,
         )
-
-
-def _attention(q_RHC: Tensor, kv: Tensor, scale: float, visible_RW: Tensor) -> Tensor:
-    """[R, H, W] softmax over the visible keys; what the others hold, NaN too, is not met. kv: [W, C] or [W, G, C]."""
-    k_WGC = kv.unsqueeze(1) if kv.dim() == 2 else kv
-    q_RGJC = q_RHC.unflatten(1, (k_WGC.shape[1], -1))
-    logits_RHW = torch.einsum("rgjc,wgc->rgjw", q_RGJC, k_WGC).flatten(1, 2).mul_(scale)
-    return logits_RHW.masked_fill_(~visible_RW[:, None], -torch.inf).softmax(-1)
 
 
 def _distances(here_R: Tensor, index_RK: Tensor) -> Tensor:

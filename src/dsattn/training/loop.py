@@ -15,15 +15,18 @@ import torch
 from dsattn.accounting import model_work
 from dsattn.config import RunConfig, StageConfig
 from dsattn.errors import InputError, TrainingStopped
-from dsattn.model.decoder import Decoder
-from dsattn.training import checkpoint, plots, state
-from dsattn.training.data import Pack, PackStream, held_out_packs
+from dsattn.parallel.apply import apply
+from dsattn.parallel.mesh import build_mesh
+from dsattn.training import checkpoint, consensus, plots, state
+from dsattn.training.data import Pack, PackStream
+from dsattn.training.evaluation import evaluate
+from dsattn.training.feed import Feed, held_out
 from dsattn.training.hardware import peak_tflops
-from dsattn.training.metrics import Health, MetricsWriter, held_out_loss, indexer_health
+from dsattn.training.metrics import Health, MetricsWriter, NoMetrics
 from dsattn.training.report import Console, closing_table, write_report
 from dsattn.training.runs import checkpoint_to_resume, init_weights, load_run, pick_device, write_json
 from dsattn.training.stages import audit, learning_rate, learns, make_optimizer, set_mode
-from dsattn.training.step import Losses, accumulate_gradients, compute
+from dsattn.training.step import Losses, accumulate_gradients
 from dsattn.training.tokenizers import load_tokenizer
 
 __all__ = ["Progress", "Trainer", "load_run", "train"]
@@ -33,9 +36,10 @@ def train(config: RunConfig, *, recipe: str | None = None, console: bool = True)
     """Run every stage that is left and return what `summary.json` holds.
 
     Goes on from the newest checkpoint of `config.train.run_dir` where `resume` says so. SIGTERM or SIGINT saves and
-    returns early with `finished` False. Raises TrainingStopped where a loss or gradient is not finite, CheckpointError
-    where a checkpoint cannot be written or read, DataError where text cannot be read, InputError where the folder holds
-    another run.
+    returns early with `finished` False. With many processes (`parallel.mesh.processes`) every one makes the same call:
+    rank 0 prints and writes, and what one is asked or meets, all of them do. Raises TrainingStopped where a loss or
+    gradient is not finite, CheckpointError where a checkpoint cannot be written or read, DataError where text cannot be
+    read, InputError where the folder holds another run.
     """
     return Trainer(config, recipe=recipe, console=console).run()
 
@@ -63,52 +67,62 @@ class Trainer:
         self.config, self.recipe = config, recipe
         self.run_dir = Path(config.train.run_dir)
         self.device = pick_device(config.train.device)
+        self.mesh = build_mesh(config.parallel, self.device)
+        self.leads = consensus.rank() == 0
         on_gpu = self.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(self.device) if on_gpu else "cpu"
         self._peak_tflops = peak_tflops(self.device_name, config.train.dtype)
-        self.resumed_from = checkpoint_to_resume(config)
+        self.resumed_from = consensus.on_first(lambda: checkpoint_to_resume(config))
         tokenizer = load_tokenizer(config.data.tokenizer)
         if tokenizer.vocab_size > config.model.vocab_size:
             raise InputError(
                 f"model.vocab_size={config.model.vocab_size} must be at least {tokenizer.vocab_size}, "
                 f"the ids of data.tokenizer={config.data.tokenizer!r}"
             )
-        self.stream = PackStream(config.data, tokenizer, "train")
+        self.stream = consensus.together(lambda: PackStream(config.data, tokenizer, "train"))
         self.held_out: list[Pack] = []
         if config.data.held_out > 0:
-            self.held_out = held_out_packs(config.data, tokenizer, config.train.eval_packs)
+            self.held_out = held_out(config.data, tokenizer, config.train.eval_packs)
         torch.manual_seed(config.train.seed)
-        self.model = Decoder(config.model).to(self.device)
+        self.parallel = apply(config.model, self.mesh, config.train)
+        self.model = self.parallel.model
         if self.resumed_from is None and config.train.init_from is not None:
             init_weights(self.model, config.train)
         self.progress = Progress()
         self.total_steps = sum(stage.steps for stage in config.train.stages)
-        self.console = Console(console, self.total_steps)
-        self.stop_asked = False
+        self.console = Console(console and self.leads, self.total_steps)
+        self.feed = Feed(self.stream, skips=config.data.bad_documents == "skip", say=self.console.say)
+        self.saving: checkpoint.Saving | None = None
+        self.stop_asked = self.stopped = False  # this process by a signal; all of them by agreement
         self.saved_step = 0
 
     def run(self) -> dict[str, Any]:
         """Train what is left, then write summary and report."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        write_json(self.run_dir / "config.json", self.config)
+        consensus.on_first(self._open_folder)
         begin = checkpoint.load_meta(self.resumed_from)["stage"] if self.resumed_from else 0
         with contextlib.closing(self.console), self._stopping_on_signals():
             self._announce()
-            self.metrics = MetricsWriter(self.run_dir, self.config.train.tensorboard)
+            self.metrics = MetricsWriter(self.run_dir, self.config.train.tensorboard) if self.leads else NoMetrics()
             with contextlib.closing(self.metrics):
                 first = 0
                 for index, stage in enumerate(self.config.train.stages):
-                    if index >= begin and not self.stop_asked:
+                    if index >= begin and not self._stops():
                         self._run_stage(index, stage, first, resuming=index == begin and self.resumed_from is not None)
                     first += stage.steps
-            summary = self._summarise()
+            self._finish_saving()
+            summary = consensus.on_first(self._summarise)
         self.console.say(closing_table(summary))
         return summary
 
+    def _open_folder(self) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        write_json(self.run_dir / "config.json", self.config)
+
     def _announce(self) -> None:
-        parameters = sum(p.numel() for p in self.model.parameters())
+        self.parameters = self.parallel.count_parameters()
         files, skipped = len(self.stream.files), len(self.stream.passed_over)
-        self.console.say(f"{parameters:,} parameters on {self.device}; {files} training files, {skipped} are not text")
+        where = f"{self.device}" if consensus.size() == 1 else f"{consensus.size()} ranks of {self.device.type}"
+        self.console.say(f"{self.parameters:,} parameters on {where}; {files} training files, {skipped} are not text")
 
     def _run_stage(self, index: int, stage: StageConfig, first: int, *, resuming: bool) -> None:
         """The steps that are left of a stage that begins behind global step `first`."""
@@ -121,10 +135,15 @@ class Trainer:
             return
         self.console.audit(audit(self.model, stage.mode))
         clock = time.monotonic() - self.progress.seconds
-        while self.progress.step < last and not self.stop_asked:
+        while self.progress.step < last and not self._stops():
             started = time.monotonic()
+            count = stage.packs_per_step or self.config.train.packs_per_step
+            packs = self.feed.take(count, stop=self.stop_asked)
+            if packs is None:  # some rank was asked
+                self.stopped = True
+                break
             lr = learning_rate(stage, self.progress.step - first)
-            losses, facts = self._step(stage, lr)
+            losses, facts = self._step(packs, stage, lr)
             self.progress.step += 1
             self.progress.tokens += losses.rows
             self.progress.indexer_steps += learns(stage.mode)[1]
@@ -140,18 +159,19 @@ class Trainer:
         if self.saved_step != self.progress.step:  # asked to stop between two checkpoints
             self._save(index)
 
+    def _stops(self) -> bool:
+        return self.stopped or (self.stop_asked and consensus.size() == 1)
+
     def _speed(self, rows: int, flops: float, seconds: float) -> dict[str, float | None]:
         rate, peak = flops / seconds / 1e12, self._peak_tflops
         return {"tokens_per_second": rows / seconds, "tflops": rate, "mfu": rate / peak if peak else None}
 
-    def _step(self, stage: StageConfig, lr: float) -> tuple[Losses, dict[str, float]]:
+    def _step(self, packs: list[Pack], stage: StageConfig, lr: float) -> tuple[Losses, dict[str, float]]:
         """One optimiser step; returns its losses, the norm of its gradient before clipping, and its FLOPs."""
-        packs = [next(self.stream) for _ in range(self.config.train.packs_per_step)]
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        losses = accumulate_gradients(self.model, packs, stage, self.config.train)
-        learning = [p for p in self.model.parameters() if p.requires_grad]
-        grad_norm = torch.nn.utils.clip_grad_norm_(learning, self.config.train.grad_clip).item()
+        losses = accumulate_gradients(self.parallel, packs, stage, self.config.train)
+        grad_norm = self.parallel.clip_gradients(self.config.train.grad_clip)
         self._check_finite(losses, grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -189,10 +209,7 @@ class Trainer:
         loss: float | None = None
         health: Health | None = None
         if self.held_out:
-            with compute(self.config.train, self.device):
-                loss = held_out_loss(self.model, self.held_out, stage.mode)
-                if stage.mode != "dense":
-                    health = indexer_health(self.model, self.held_out)
+            loss, health = evaluate(self.parallel, self.held_out, stage, self.config.train)
         measured = None if health is None else health.to_dict()
         head = {"kind": "eval", "step": self.progress.step, "stage": index, "mode": stage.mode}
         self.metrics.write({**head, "lm_loss": loss, "health": measured, "seconds": self.progress.seconds})
@@ -209,9 +226,15 @@ class Trainer:
         }
         config = dataclasses.asdict(self.config)
         meta = {"config": config, "stage": index, "indexer_steps": self.progress.indexer_steps, "recipe": self.recipe}
-        keep = self.config.train.keep_checkpoints
-        checkpoint.save(self.run_dir, self.progress.step, tree, keep=keep, meta=meta)
+        keep, wait = self.config.train.keep_checkpoints, not self.config.train.async_save
+        self._finish_saving()
+        self.saving = checkpoint.begin_save(self.run_dir, self.progress.step, tree, keep=keep, meta=meta, wait=wait)
         self.saved_step = self.progress.step
+
+    def _finish_saving(self) -> None:
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.result()
 
     def _restore(self) -> None:
         assert self.resumed_from is not None
@@ -252,7 +275,7 @@ class Trainer:
             "device": self.device_name,
             "torch": torch.__version__,
             "peak_bytes": torch.cuda.max_memory_allocated(self.device) if on_gpu else None,
-            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "parameters": self.parameters,
             "seconds": self.progress.seconds,
             "tokens": self.progress.tokens,
             "stages": self.progress.stages,

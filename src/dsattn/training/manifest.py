@@ -42,13 +42,17 @@ def read(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def damage(folder: Path) -> list[str]:
-    """A sentence for every file of `folder` that is missing, truncated or altered. Reads every byte."""
+def damage(folder: Path, part: tuple[int, int] = (0, 1)) -> list[str]:
+    """A sentence for every file of `folder` that is missing, truncated or altered. Reads every byte.
+
+    part: (i, n) looks at every n-th file from the i-th on, for n readers that share the work.
+    """
     try:
         files = read(folder)["files"]
     except CheckpointError as error:
         return [str(error)]
-    problems = (_damage_of(folder / name, facts) for name, facts in files.items())
+    mine = list(files.items())[part[0] :: part[1]]
+    problems = (_damage_of(folder / name, facts) for name, facts in mine)
     return [problem for problem in problems if problem]
 
 

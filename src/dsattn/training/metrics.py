@@ -26,7 +26,7 @@ from dsattn.nn.state import Pass
 from dsattn.training.data import Pack
 from dsattn.training.health import Health, LayerHealth, evaluating, indexer_health
 
-__all__ = ["Health", "LayerHealth", "MetricsWriter", "held_out_loss", "indexer_health", "read_metrics"]
+__all__ = ["Health", "LayerHealth", "MetricsWriter", "NoMetrics", "held_out_loss", "indexer_health", "read_metrics"]
 
 Events = Sequence[Mapping[str, Any]]
 
@@ -109,6 +109,19 @@ class MetricsWriter:
         for name, value in _scalars(event):
             self._board.add_scalar(name, value, event["step"])
         self._board.flush()
+
+
+class NoMetrics:
+    """The writer of a rank that leaves writing to rank 0."""
+
+    def resume_from(self, step: int) -> None:
+        """Nothing."""
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -71,7 +71,11 @@ def small() -> RunConfig:
 
 
 def deepseek_v32() -> RunConfig:
-    """The shape of DeepSeek-V3.2 (arXiv 2512.02556): 671 B parameters, 256 experts; data and weights are yours."""
+    """The shape and the two stages of DeepSeek-V3.2: 671 B parameters, 256 experts; with --init the stages alone.
+
+    Source: arXiv 2512.02556. Warm-up: 1000 steps of 16 sequences of 128K at 1e-3, 2.1 B tokens. Sparse training, 2048
+    keys kept: 15000 steps of 480 sequences of 128K at 7.3e-6, 943.7 B tokens.
+    """
     rope = RopeConfig(scaling="yarn", factor=40.0, mscale=1.0, mscale_all_dim=1.0)
     attention = MLAConfig(heads=128, q_lora_rank=1536, rope=rope)
     indexer = IndexerConfig(heads=64, head_dim=128, top_k=2048, rope_dim=64, rope_interleaved=False)
@@ -84,11 +88,23 @@ def deepseek_v32() -> RunConfig:
         dsa=DSAConfig(indexer=indexer),
         moe=MoEConfig(groups=8, groups_per_token=4),
     )
-    return _published(model, "runs/deepseek_v32", warmup_lr=1e-3, sparse_lr=7.3e-6)
+    stages = (
+        StageConfig(mode="warmup", steps=1000, lr=1e-3, lr_final=1.0, packs_per_step=16),
+        StageConfig(mode="sparse", steps=15000, lr=7.3e-6, lr_final=1.0, packs_per_step=480),
+    )
+    train = TrainConfig(
+        stages=stages, dtype="bfloat16", run_dir="runs/deepseek_v32", packs_per_step=16, packs_per_micro_batch=1
+    )
+    return RunConfig(model=model, data=DataConfig(pack_tokens=131072), train=train)
 
 
 def glm_5_2() -> RunConfig:
-    """The shape of GLM-5.2 (arXiv 2602.15763): 744 B parameters, 256 experts; data and weights are yours."""
+    """The shape of GLM-5.2 and the two stages of GLM-5: 744 B parameters, 256 experts; with --init the stages alone.
+
+    Source: arXiv 2602.15763. Warm-up: 1000 steps of 14 sequences of 202752, at most 5e-3, 2.8 B tokens. Sparse training
+    has 20 B tokens and the settings of mid-training, which are not given: its batch is the warm-up's here, and its
+    rate of 1e-5 is ours.
+    """
     attention = MLAConfig(
         heads=64,
         q_lora_rank=2048,
@@ -107,17 +123,14 @@ def glm_5_2() -> RunConfig:
         moe=MoEConfig(),
         norm_eps=1e-5,
     )
-    return _published(model, "runs/glm_5_2", warmup_lr=5e-3, sparse_lr=1e-5)
-
-
-def _published(model: ModelConfig, run_dir: str, *, warmup_lr: float, sparse_lr: float) -> RunConfig:
-    """Warm-up and sparse training on a model that was trained dense; data and weights are the user's."""
     stages = (
-        StageConfig(mode="warmup", steps=1000, lr=warmup_lr),
-        StageConfig(mode="sparse", steps=15000, lr=sparse_lr),
+        StageConfig(mode="warmup", steps=1000, lr=5e-3),
+        StageConfig(mode="sparse", steps=7050, lr=1e-5),
     )
-    train = TrainConfig(stages=stages, dtype="bfloat16", run_dir=run_dir, packs_per_step=16, packs_per_micro_batch=1)
-    return RunConfig(model=model, data=DataConfig(pack_tokens=131072), train=train)
+    train = TrainConfig(
+        stages=stages, dtype="bfloat16", run_dir="runs/glm_5_2", packs_per_step=14, packs_per_micro_batch=1
+    )
+    return RunConfig(model=model, data=DataConfig(pack_tokens=202752), train=train)
 
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {

@@ -5,15 +5,18 @@ run_dir/  config.json  metrics.jsonl  summary.json  report.html  tensorboard/  c
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import dacite
 import torch
+from torch import nn
 
 from dsattn.config import RunConfig, TrainConfig
 from dsattn.errors import CheckpointError, InputError
 from dsattn.model.decoder import Decoder
+from dsattn.nn import LightningIndexer
 from dsattn.training import checkpoint
 
 
@@ -89,8 +92,30 @@ def _shape(train: TrainConfig, entered: int) -> list[tuple[str, int]]:
     return stages[:-1] + [(mode, 0) for mode, _ in stages[-1:]]
 
 
-def init_weights(model: Decoder, train: TrainConfig) -> None:
-    """Take the weights of `train.init_from`; its indexers too, unless `train.fresh_indexer` asks for new ones.
+def begin_from(config: RunConfig, source: Path) -> RunConfig:
+    """The run `config` on the model of a checkpoint: its shape, its tokenizer, its weights.
+
+    source: a run folder, such as `dsattn convert` writes, or one checkpoint in it.
+    Raises CheckpointError where it holds none.
+    """
+    if find_checkpoint(source) is None and (source / "config.json").is_file():
+        raise CheckpointError(
+            f"--init {source} holds no checkpoint of dsattn; if it is a Hugging Face folder, "
+            f"`dsattn convert {source} RUN` makes one: give RUN"
+        )
+    before = config_from_dict(checkpoint.load_meta(_needed(source, "--init "))["config"])
+    return dataclasses.replace(
+        config,
+        model=before.model,
+        data=dataclasses.replace(config.data, tokenizer=before.data.tokenizer),
+        train=dataclasses.replace(config.train, init_from=str(source)),
+    )
+
+
+def init_weights(model: nn.Module, train: TrainConfig) -> None:
+    """Take the weights of `train.init_from`; its indexers too, unless `train.fresh_indexer` keeps the drawn ones.
+
+    model: a decoder, or a rank's part of one. Collective.
 
     Raises InputError where that would throw away trained indexers, CheckpointError where the weights do not fit.
     """
@@ -101,9 +126,12 @@ def init_weights(model: Decoder, train: TrainConfig) -> None:
             f"train.fresh_indexer=True would throw away an indexer trained for {trained} steps in {newest}; "
             "leave it out, or start from a checkpoint of the dense stage"
         )
-    checkpoint.load(newest, {"model": model.state_dict()}, partial=True)
+    state = model.state_dict()
     if train.fresh_indexer:
-        model.reset_indexers()
+        own = [name for name, module in model.named_modules() if isinstance(module, LightningIndexer)]
+        own = tuple(re.sub(r"^stages\.\d+\.", "", name) + "." for name in own)
+        state = {name: value for name, value in state.items() if not name.startswith(own)}
+    checkpoint.load(newest, {"model": state}, partial=True)
 
 
 def _needed(path: Path, name: str) -> Path:

@@ -16,6 +16,9 @@ from torch import nn
 from dsattn.config import Mode, StageConfig, TrainConfig
 from dsattn.errors import InputError
 from dsattn.model.decoder import Decoder
+from dsattn.parallel.apply import Stages
+
+Model = Decoder | Stages
 
 _LEARNS: dict[str, tuple[bool, bool]] = {
     "dense": (True, False),
@@ -30,21 +33,21 @@ def learns(mode: Mode) -> tuple[bool, bool]:
     return _LEARNS[mode]
 
 
-def set_mode(model: Decoder, mode: Mode) -> None:
+def set_mode(model: Model, mode: Mode) -> None:
     """Set `requires_grad` of every parameter by `mode`, and drop gradients of what no longer learns.
 
     Raises InputError where the mode would train an indexer and the model has none.
     """
     backbone, indexer = learns(mode)
     index_parameters = _index_parameters(model)
-    if indexer and not index_parameters:
+    if indexer and "dsa" not in model.config.types:
         raise InputError(f"mode={mode!r} trains an indexer, but the model has none; add a dsa layer")
     for parameter in model.parameters():
         parameter.requires_grad_(indexer if id(parameter) in index_parameters else backbone)
         parameter.grad = None
 
 
-def audit(model: Decoder, mode: Mode) -> list[str]:
+def audit(model: Model, mode: Mode) -> list[str]:
     """Lines that say which parameters get gradients, how many: what a start prints."""
     index_parameters = _index_parameters(model)
     groups: dict[str, list[nn.Parameter]] = {"embedding and head": [], "layers": [], "indexers": []}
@@ -61,15 +64,21 @@ def audit(model: Decoder, mode: Mode) -> list[str]:
     return lines
 
 
-def make_optimizer(model: Decoder, train: TrainConfig, stage: StageConfig) -> torch.optim.AdamW:
-    """AdamW over what learns; vectors (norms, biases, sinks) get no weight decay."""
-    learning = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in learning if p.dim() >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in learning if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=stage.lr, betas=(train.beta1, train.beta2), fused=True)
+def make_optimizer(model: Model, train: TrainConfig, stage: StageConfig) -> torch.optim.AdamW:
+    """AdamW over what learns; vectors (norms, biases, sinks) get no weight decay.
+
+    Each group says its `kind`, matrices or vectors; of one kind there are as many as ways to lie on ranks, since one
+    fused step takes tensors of one mesh.
+    """
+    decays = {"matrices": train.weight_decay, "vectors": 0.0}
+    groups: dict[tuple[str, object], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            kind = "matrices" if parameter.dim() >= 2 else "vectors"
+            groups.setdefault((kind, getattr(parameter, "device_mesh", None)), []).append(parameter)
+    given = [{"params": params, "weight_decay": decays[kind], "kind": kind} for (kind, _), params in groups.items()]
+    given = given or [{"params": [], "kind": "matrices"}]  # a pipeline stage without layers, in a warm-up
+    return torch.optim.AdamW(given, lr=stage.lr, betas=(train.beta1, train.beta2), fused=True)
 
 
 def learning_rate(stage: StageConfig, step: int) -> float:
@@ -82,7 +91,7 @@ def learning_rate(stage: StageConfig, step: int) -> float:
     return stage.lr * (stage.lr_final + (1 - stage.lr_final) * share)
 
 
-def _index_parameters(model: Decoder) -> set[int]:
+def _index_parameters(model: Model) -> set[int]:
     return {id(parameter) for indexer in model.indexers() for parameter in indexer.parameters()}
 
 

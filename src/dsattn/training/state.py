@@ -10,36 +10,43 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsattn.errors import CheckpointError, InputError
-from dsattn.training import checkpoint
+from dsattn.model.stage import DecoderStage
+from dsattn.parallel.apply import Stages
+from dsattn.training import checkpoint, consensus
 
 
 def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """State of model and optimiser by parameter name, for `checkpoint.save`: views, not copies. See `restore`.
 
-    Give the bare module, not one wrapped by `torch.compile(model)`, whose names differ. The helpers of
-    `torch.distributed.checkpoint.state_dict` are not used: they step an optimiser without state once, which advances
-    Adam's bias correction, and refuse to load where a parameter never had a gradient.
+    Give the bare module, not one wrapped by `torch.compile(model)`, whose names differ. Groups of the optimiser go by
+    their `kind` where they have one, so that their number, which depends on the ranks, does not matter. Collective
+    where ranks hold different parameters. The helpers of `torch.distributed.checkpoint.state_dict` are not used: they
+    step an optimiser without state once, which advances Adam's bias correction, and refuse to load where a parameter
+    never had a gradient.
     """
     names = _parameter_names(model, optimizer)
     state = optimizer.state_dict()
-    groups = {
-        str(index): {key: value for key, value in group.items() if key != "params"}
-        for index, group in enumerate(state["param_groups"])
-    }
     by_name = {names[number]: value for number, value in state["state"].items()}
+    settings: dict[str, dict[str, Any]] = {}
+    members: dict[str, list[str]] = {}
+    for index, group in enumerate(state["param_groups"]):
+        kind = _kind(group, index)
+        settings[kind] = {key: value for key, value in group.items() if key != "params"}
+        members.setdefault(kind, []).extend(names[number] for number in group["params"])
+    settings, members = _of_all_stages(model, settings, members)
     return {
         "model": model.state_dict(),
-        "optimizer": {"state": by_name, "param_groups": groups},
-        "optimizer_groups": [[names[number] for number in group["params"]] for group in state["param_groups"]],
+        "optimizer": {"state": by_name, "param_groups": settings},
+        "optimizer_groups": members,
     }
 
 
 def restore(path: Path, model: nn.Module, optimizer: Optimizer, rest: dict[str, Any] | None = None) -> dict[str, Any]:
     """Load what `save(..., {**capture(model, optimizer), **rest})` wrote; return `rest`, filled as by `load`.
 
-    The optimiser may be fresh or used; afterwards it holds exactly the saved state, also none for parameters that
-    never had a gradient. Raises CheckpointError as `load` does, and where the optimiser's groups hold other parameters
-    than the saved ones; nothing is changed then.
+    The mesh may be another one. The optimiser may be fresh or used; afterwards it holds exactly the saved state, also
+    none for parameters that never had a gradient. Raises CheckpointError as `load` does, and where the optimiser's
+    groups hold other parameters than the saved ones; nothing is changed then.
     """
     checkpoint.verify(path)
     names = _parameter_names(model, optimizer)
@@ -47,20 +54,41 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer, rest: dict[str, 
     _check_groups(path, state["optimizer_groups"])
     state["optimizer"]["state"] = _blank_optimizer_state(path, dict(model.named_parameters()))
     checkpoint.load(path, state, verified=True)
-    numbers = {name: number for number, name in enumerate(names)}
     groups = [
-        {**group, "params": [numbers[name] for name in members]}
-        for group, members in zip(state["optimizer"]["param_groups"].values(), state["optimizer_groups"], strict=True)
+        {**state["optimizer"]["param_groups"][_kind(group, index)], "params": group["params"]}
+        for index, group in enumerate(optimizer.state_dict()["param_groups"])
     ]
-    by_number = {numbers[name]: value for name, value in state["optimizer"]["state"].items()}
+    saved = state["optimizer"]["state"]
+    by_number = {number: saved[name] for number, name in enumerate(names) if name in saved}
     model.load_state_dict(state["model"])
     optimizer.load_state_dict({"state": by_number, "param_groups": groups})
     return {key: state[key] for key in rest or {}}
 
 
+def _kind(group: dict[str, Any], index: int) -> str:
+    return group.get("kind", str(index))
+
+
+def _of_all_stages(
+    model: nn.Module, settings: dict[str, dict[str, Any]], members: dict[str, list[str]]
+) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
+    """Groups and their parameters, sorted, of all pipeline ranks."""
+    parts = [(settings, members)]
+    if isinstance(model, DecoderStage | Stages):
+        parts = consensus.everyone(parts[0])
+    kinds = sorted({kind for _, part in parts for kind in part})
+    held = {kind: sorted({name for _, part in parts for name in part.get(kind, ())}) for kind in kinds}
+    return {kind: value for part, _ in reversed(parts) for kind, value in part.items()}, held
+
+
 def rng_state() -> dict[str, Any]:
-    """States of the global generators of `random`, NumPy, torch's CPU and, if CUDA is in use, every CUDA device."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    """States of the global generators of `random`, NumPy, torch's CPU and, if CUDA is in use, every CUDA device.
+
+    With many processes each uses one device, and only that one's.
+    """
+    cuda = []
+    if torch.cuda.is_initialized():
+        cuda = torch.cuda.get_rng_state_all() if consensus.size() == 1 else [torch.cuda.get_rng_state()]
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -79,6 +107,10 @@ def set_rng_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(_as_tensor(state["torch"]))
+    if consensus.size() > 1:
+        for saved in state["cuda"][:1]:
+            torch.cuda.set_rng_state(_as_tensor(saved))
+        return
     for device, saved in enumerate(state["cuda"]):
         torch.cuda.set_rng_state(_as_tensor(saved), device)
 
@@ -97,7 +129,7 @@ def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return [names[id(parameter)] for parameter in parameters]
 
 
-def _check_groups(path: Path, expected: list[list[str]]) -> None:
+def _check_groups(path: Path, expected: dict[str, list[str]]) -> None:
     saved = checkpoint.load(path, {"optimizer_groups": None}, partial=True, verified=True)["optimizer_groups"]
     if saved != expected:
         raise CheckpointError(

@@ -46,6 +46,14 @@ class TextFile:
     records: tuple[float, float] = (0.0, 1.0)
 
 
+class BadDocument(DataError):
+    """One document cannot be learned from; the others of the source can. record: as `read_documents` numbers them."""
+
+    def __init__(self, message: str, name: str = "", record: int = 0):
+        super().__init__(message)
+        self.name, self.record = name, record
+
+
 @dataclass(frozen=True)
 class FoundFiles:
     """Files of a source, by name; `passed_over` names what was met beside them: binary files, sockets, broken links."""
@@ -157,22 +165,25 @@ def split_files(files: Sequence[TextFile], held_out: float, split: Split) -> lis
     ]
 
 
-def read_documents(file: TextFile, text_field: str = "text", skip: int = 0) -> Iterator[tuple[int, Iterator[str]]]:
-    """Yield (record, pieces) for each document of the file, from record `skip` on.
+def read_documents(
+    file: TextFile, text_field: str = "text", skip: int = 0, without: frozenset[int] = frozenset()
+) -> Iterator[tuple[int, Iterator[str]]]:
+    """Yield (record, pieces) for each document of the file, from record `skip` on; those of `without` are passed over.
 
     record: 0 for a text file, else the line or row counted from 0, blank lines included. pieces: strings that make up
     the document in order, always cut the same way; a text file is read as they are taken, about 1 MiB each. Bytes that
     are not UTF-8 become U+FFFD; JSON may bring lone surrogates, which stay.
 
-    Raises DataError naming the file, and the line or row, for what cannot be read as text.
+    Raises BadDocument naming the file, and the line or row, for one that cannot be read as text, and DataError where
+    the whole file cannot be read.
     """
     if file.kind == "text":
-        if skip == 0:
+        if skip == 0 and 0 not in without:
             yield 0, _text_pieces(file)
         return
     low, high = file.records
     read = _json_lines if file.kind == "jsonl" else _parquet_rows
-    for record, text in read(file, text_field, skip):
+    for record, text in read(file, text_field, skip, without):
         if (low, high) == (0.0, 1.0) or low <= hash_fraction(text.encode("utf-8", "surrogatepass")) < high:
             yield record, iter((text,))
 
@@ -181,7 +192,7 @@ def _text_pieces(file: TextFile) -> Iterator[str]:
     """Pieces end with a line where lines are shorter than a piece."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     rest = ""
-    with _reading(file.path), file.path.open("rb") as stream:
+    with _reading(file.path, file.name), file.path.open("rb") as stream:
         stop = file.size if file.stop is None else _character_edge(stream, file.stop)
         left = stop - stream.seek(_character_edge(stream, file.start))
         while left > 0 and (block := stream.read(min(_PIECE_BYTES, left))):
@@ -204,27 +215,28 @@ def _character_edge(stream: Any, offset: int) -> int:
     return offset
 
 
-def _json_lines(file: TextFile, text_field: str, skip: int) -> Iterator[tuple[int, str]]:
+def _json_lines(file: TextFile, text_field: str, skip: int, without: frozenset[int]) -> Iterator[tuple[int, str]]:
     with _reading(file.path), file.path.open("rb") as stream:
         for number, line in enumerate(stream):
-            if number < skip or not line.strip():
+            if number < skip or number in without or not line.strip():
                 continue
-            where = f"{file.path}, line {number + 1}"
+            where, place = f"{file.path}, line {number + 1}", (file.name, number)
             if number == 0:
                 line = line.removeprefix(codecs.BOM_UTF8)
             try:
                 record = json.loads(line.decode("utf-8", "replace"))
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{where}: not valid JSON: {error}") from error
+                raise BadDocument(f"{where}: not valid JSON: {error}", *place) from error
             if not isinstance(record, dict):
-                raise DataError(f"{where}: must be an object with the field {text_field!r}, got {_named(record)}")
+                said = f"{where}: must be an object with the field {text_field!r}, got {_named(record)}"
+                raise BadDocument(said, *place)
             if text_field not in record:
                 fields = ", ".join(map(repr, record)) or "none"
-                raise DataError(f"{where}: no field {text_field!r} among {fields}; set data.text_field")
-            yield number, _checked(record[text_field], where, text_field)
+                raise BadDocument(f"{where}: no field {text_field!r} among {fields}; set data.text_field", *place)
+            yield number, _checked(record[text_field], where, text_field, place)
 
 
-def _parquet_rows(file: TextFile, text_field: str, skip: int) -> Iterator[tuple[int, str]]:
+def _parquet_rows(file: TextFile, text_field: str, skip: int, without: frozenset[int]) -> Iterator[tuple[int, str]]:
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
@@ -242,16 +254,17 @@ def _parquet_rows(file: TextFile, text_field: str, skip: int) -> Iterator[tuple[
             groups = list(range(group, table.num_row_groups))
             for batch in table.iter_batches(batch_size=256, row_groups=groups, columns=[text_field]):
                 for value in batch.column(0).to_pylist():
-                    if row >= skip:
-                        yield row, _checked(value, f"{file.path}, row {row}", text_field)
+                    if row >= skip and row not in without:
+                        yield row, _checked(value, f"{file.path}, row {row}", text_field, (file.name, row))
                     row += 1
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"cannot read {file.path} as Parquet: {error}") from error
 
 
-def _checked(value: object, where: str, text_field: str) -> str:
+def _checked(value: object, where: str, text_field: str, place: tuple[str, int]) -> str:
     if not isinstance(value, str):
-        raise DataError(f"{where}: {text_field!r} must be a string, got {_named(value)}; repair or drop the record")
+        said = f"{where}: {text_field!r} must be a string, got {_named(value)}; repair or drop the record"
+        raise BadDocument(said, *place)
     return value
 
 
@@ -260,8 +273,10 @@ def _named(value: object) -> str:
 
 
 @contextlib.contextmanager
-def _reading(what: object) -> Iterator[None]:
+def _reading(what: object, document: str | None = None) -> Iterator[None]:
+    """document: the name of the file where it is one document."""
     try:
         yield
     except OSError as error:
-        raise DataError(f"cannot read {what}: {error}") from error
+        said = f"cannot read {what}: {error}"
+        raise (DataError(said) if document is None else BadDocument(said, document)) from error

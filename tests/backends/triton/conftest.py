@@ -47,6 +47,7 @@ def device() -> Iterator[str]:
         yield "cuda"
         return
     _let_numbers_be_bounds()
+    _patch_the_language_once()
     with numpy.errstate(all="ignore"):
         yield "cpu"
 
@@ -82,3 +83,23 @@ def _let_numbers_be_bounds() -> None:
 
     patched.lets_numbers_be_bounds = True
     interpreter._patch_lang_tensor = patched
+
+
+def _patch_the_language_once() -> None:
+    """triton 3.6's interpreter patches all of its language anew at every launch and call: a third of its time."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+    if getattr(patch, "patches_once", False):
+        return
+
+    def patch_once(function):
+        scopes = {name for name in (language, language.core) if name in function.__globals__.values()}
+        if not scopes <= patched:
+            patch(function)  # what would undo it is dropped: this process does nothing but interpret
+            patched.update(scopes)
+        return interpreter._LangPatchScope()
+
+    patch_once.patches_once = True
+    interpreter._patch_lang = patch_once

@@ -93,6 +93,11 @@ def _select_keys(x: Operands) -> None:
             _module("select").select_keys(*x.indexer, *ranges, top_k, True, flag, block_bytes)
 
 
+def _select_keys_fp8(x: Operands) -> None:
+    ranges, top_k = (x.keys.start, x.keys.stop), x.geometry.top_k
+    _module("select").select_keys(*x.indexer, *ranges, top_k, True, False, 2**30, "fp8")
+
+
 def _select_topk(x: Operands) -> None:
     scores = torch.zeros(x.rows, x.num_keys, device=x.device)
     _module("select").select_topk(scores, x.keys.start, x.keys.stop, x.geometry.top_k)
@@ -138,12 +143,14 @@ class Operation:
     variants: dict[str, int]
 
 
-KL = ("indexer_kl", "indexer_kl_rows", "indexer_kl_dense", "select")
+KL = ("indexer_kl", "indexer_kl_rows", "indexer_kl_dense", "select", "select_scores")
 OPERATIONS = {
     # Backwards scatter by atomics, or write contributions.
     "sparse_mla": Operation(("sparse_mla",), _sparse_mla, {"_backward_keys_kernel": 2}),
     # With and without the scores.
-    "select_keys": Operation(("select",), _select_keys, {"_rank_kernel": 2}),
+    "select_keys": Operation(("select", "select_scores"), _select_keys, {"_rank_kernel": 2}),
+    # Of queries, whose weights take their scales, and of keys.
+    "select_keys_fp8": Operation(("select", "select_scores", "quantize"), _select_keys_fp8, {"_to_e4m3_kernel": 2}),
     "select_topk": Operation(("select",), _select_topk, {}),
     # Contributions are summed for keys and for values, which differ in width.
     "sparse_gqa": Operation(("sparse_gqa", "sparse_mla"), _sparse_gqa, {"_backward_kernel": 2, "_sum_kernel": 2}),
