@@ -1,12 +1,15 @@
 """A dense model becomes one that selects, for real: a line of JSON for each point of the way.
 
-    python results/record_conversion.py --commit "$(git rev-parse HEAD)" > results/conversion.jsonl
+    python results/record_conversion.py --commit COMMIT --folder build/conversion > results/conversion.jsonl
 
 A small multi-latent-attention model learns Python's standard library with dense attention, is written as a Hugging Face
 checkpoint (deepseek_v3), converted with fresh indexers, warmed up and trained sparsely, all by the commands that the
 lines name, folders by their last names. Points: `dense`, the model before; `converted`, with fresh indexers; `warmup`
 and `sparse`, after each stage. held_out: nats a byte on the same held-out text, attending densely and to the selected
 keys. Minutes on two idle cores.
+
+A line is printed, and kept in the folder, as soon as it is measured. A call with the folder of one that was stopped
+prints the lines that it holds, with their own commit and date, trains on from the last checkpoint, and goes on.
 """
 
 import argparse
@@ -17,10 +20,10 @@ import json
 import platform
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,26 +60,34 @@ def main() -> None:
     }
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for line in conversion(folder):
-            print(json.dumps(line | about), flush=True)
+        for point, make in POINTS.items():
+            line = folder / f"{point}.json"
+            if not line.exists():
+                write(line, json.dumps(measured(point, *make(folder)) | about))
+            print(line.read_text(encoding="utf-8"), flush=True)
 
 
-def conversion(folder: Path) -> Iterator[dict[str, Any]]:
-    """The points of the way, measured one by one."""
-    config = dense_run(folder / "dense")
+def dense(folder: Path) -> tuple[Path, list[str]]:
     with contextlib.redirect_stdout(sys.stderr):
-        train(config)
-    yield measured("dense", folder / "dense", "dsattn train tiny, its dense stage alone, every layer dense")
+        train(dense_run(folder / "dense"))
+    return folder / "dense", ["dsattn train tiny, its dense stage alone, every layer dense"]
+
+
+def converted(folder: Path) -> tuple[Path, list[str]]:
     indexer = tiny().model.dsa.indexer
-    first = [
+    commands = [
         f"convert {folder / 'dense'} {folder / 'hf'}",
         f"convert {folder / 'hf'} {folder / 'dsa'} --index-heads {indexer.heads} --index-head-dim {indexer.head_dim} "
         f"--index-top-k {indexer.top_k}",
     ]
-    for command in first:
+    for name, command in zip(("hf", "dsa"), commands, strict=True):
+        shutil.rmtree(folder / name, ignore_errors=True)  # what a call that was stopped left
         run(command)
     assert json.loads((folder / "hf/config.json").read_text())["model_type"] == "deepseek_v3"
-    yield measured("converted", folder / "dsa", *first)
+    return folder / "dsa", commands
+
+
+def warmed_up(folder: Path) -> tuple[Path, list[str]]:
     command = (
         f"train deepseek_v32 --init {folder / 'dsa'} --train.run-dir {folder / 'trained'} "
         "--data.tokenizer bytes --data.pack-tokens 1024 "
@@ -88,9 +99,28 @@ def conversion(folder: Path) -> Iterator[dict[str, Any]]:
         "--train.stages.1.lr-warmup 10 --train.stages.1.lr-final 0.1"
     )
     run(command)
-    at = {int(path.name.removeprefix("step-")): path for path in checkpoint.list_checkpoints(folder / "trained")}
-    yield measured("warmup", at[WARMUP], command)
-    yield measured("sparse", at[WARMUP + SPARSE])
+    return after(folder, WARMUP), [command]
+
+
+def trained(folder: Path) -> tuple[Path, list[str]]:
+    return after(folder, WARMUP + SPARSE), []
+
+
+POINTS = {"dense": dense, "converted": converted, "warmup": warmed_up, "sparse": trained}
+"""Point -> what makes its checkpoint, from those before it, and names the commands."""
+
+
+def after(folder: Path, step: int) -> Path:
+    """The checkpoint of a step."""
+    names = {int(path.name.removeprefix("step-")): path for path in checkpoint.list_checkpoints(folder / "trained")}
+    return names[step]
+
+
+def write(path: Path, text: str) -> None:
+    """The whole file or none."""
+    half = path.with_suffix(".half")
+    half.write_text(text, encoding="utf-8")
+    half.replace(path)
 
 
 def dense_run(folder: Path) -> RunConfig:
@@ -109,7 +139,7 @@ def run(command: str) -> None:
             raise SystemExit(f"dsattn {command}: exit code {code}")
 
 
-def measured(point: str, path: Path, *commands: str) -> dict[str, Any]:
+def measured(point: str, path: Path, commands: list[str]) -> dict[str, Any]:
     """Held-out losses and health of one checkpoint, on the text that the dense run held out."""
     began = time.monotonic()
     model, config = load_run(path, "cpu")

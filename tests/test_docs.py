@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from dsattn import config, errors
+from dsattn.backends import deep_select, flash_mla, vendors
+from dsattn.backends.cudnn import frontend, select, select_topk, sparse_mla
+from dsattn.cli import doctor, train
 from dsattn.cli.__main__ import COMMANDS
 from dsattn.training.recipes import RECIPES
 
@@ -201,6 +204,22 @@ def test_every_key_of_hugging_face_is_in_the_guide() -> None:
     assert "index_no_such_key" not in told
 
 
+def test_dependencies_are_those_of_the_code() -> None:
+    told = list(rows(sections(read("docs/guide.md"), 2)["Dependencies"]))
+    names = {name for cells in told for name in re.findall(r"[\w-]+", cells[0])}
+    extras = {name for packages in doctor.EXTRAS.values() for name in packages}
+    assert not (extras | set(flash_mla.BUILDS) | set(deep_select.BUILDS)) - names
+    assert not {record.distribution for record in vendors.FASTER} - names
+    versions = {cells[1].partition(";")[0] for cells in told if cells[0] == frontend.DISTRIBUTION}
+    asked = (frontend.GLOBAL_IDS, sparse_mla.SAFE_EMPTY_ROWS, select_topk.TIE_BREAK, select.FP32_WEIGHTS)
+    assert {vendors.dotted(version) for version in asked} <= versions
+    assert {vendors.dotted(one.version) for one in vendors.FASTER if one.backend == "cudnn"} <= versions
+    # Read, not imported: that needs Triton.
+    hopper = re.search(r"^TRITON = (.*)$", read("src/dsattn/backends/hopper/sparse_mla.py"), re.MULTILINE)
+    (triton,) = (cells[1] for cells in told if cells[0] == "triton")
+    assert f"Hopper kernels: {' or '.join(ast.literal_eval(hopper[1]))}" in triton
+
+
 def test_features_have_all_that_a_reader_asks() -> None:
     features = list(rows(sections(read("docs/guide.md"), 2)["Features"]))
     assert len(features) > 20
@@ -261,6 +280,28 @@ def test_examples_run(name: str, run_python: Callable[[str], None]) -> None:
     run_python(
         f"for number, code in enumerate({examples!r}):\n    exec(compile(code, f'example {{number}}', 'exec'), {{}})"
     )
+
+
+def commands(text: str) -> list[list[str]]:
+    """Arguments of every `dsattn train` and `dsattn doctor` of a shell example, from the recipe on."""
+    examples = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = "\n".join(examples).replace("\\\n", " ").splitlines()
+    found = [re.search(r"dsattn(?:\.cli)? (?:train|doctor) (\w+ +--[^#|]*)", line) for line in lines]
+    return [one[1].split() for one in found if one]
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if commands(read(name))])
+def test_commands_are_read(name: str) -> None:
+    for arguments in commands(read(name)):
+        if "--init" not in arguments:  # that would read the model, too
+            train.read_config(arguments)
+
+
+def test_a_wrong_command_is_seen() -> None:
+    (arguments,) = commands("```sh\ndsattn train tiny \\\n  --model.num-layers 3  # a note\n```\n")
+    assert arguments == ["tiny", "--model.num-layers", "3"]
+    with pytest.raises(SystemExit):
+        train.read_config(["tiny", "--model.no-such-field", "3"])
 
 
 @pytest.mark.parametrize("name", DECISIONS)

@@ -363,6 +363,23 @@ def test_gradient_checkpointing_changes_nothing_and_never_selects_again(build, m
     assert_same_gradients(gradients(model), plain, atol=0.0)
 
 
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "deepseek_v32"])  # in test_recompute.py
+def test_recompute_changes_no_bit_and_never_selects_again(build, monkeypatch, family) -> None:
+    model, given = build(family).train(), inputs("packed", 2 * TOP_K + 3)
+    name, seen = "select_pools" if family == "glm5_next" else "select_keys", {}
+    for policy in ("none", "selective", "full"):
+        with patch(model, recompute=policy, deterministic=True), spied(monkeypatch, name) as calls:
+            loss = model(**given, labels=given["input_ids"]).loss
+            loss.backward()
+        seen[policy] = loss.detach(), gradients(model), len(calls)
+    loss, plain, once = seen.pop("none")
+    for again, replayed, selected in seen.values():
+        assert torch.equal(again, loss)
+        assert selected == once > 0
+        assert replayed.keys() == plain.keys()
+        assert [name for name, gradient in replayed.items() if not torch.equal(gradient, plain[name])] == []
+
+
 def test_reentrant_checkpointing_is_refused(build) -> None:
     model, given = build("deepseek_v32").train(), inputs("plain", 9)
     checkpointed(model, reentrant=True)

@@ -21,6 +21,8 @@ from torch import nn
 
 from dsattn.errors import CheckpointError
 from dsattn.training import checkpoint, manifest, state
+from dsattn.training.entries import slots_of
+from dsattn.training.folders import step_of
 
 STEPS = 7
 Save = Callable[..., object]

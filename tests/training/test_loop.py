@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,10 +41,9 @@ MODEL = ModelConfig(
 STAGES = (StageConfig(mode="dense", steps=4), StageConfig(mode="warmup", steps=3), StageConfig(mode="sparse", steps=5))
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
     for number in range(12):
         (folder / f"{number}.txt").write_text(f"document {number}: " + "all the letters of it " * (number % 4 + 1))
     return folder
@@ -67,6 +67,20 @@ def _config(run_dir: Path, text: Path, model: ModelConfig = MODEL, **train: Any)
     return RunConfig(model=model, data=data, train=TrainConfig(**settings))
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """A finished run, with its report; only to be read."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    assert train(_config(run_dir, text), recipe="test", console=False)["finished"]
+    return run_dir
+
+
+@pytest.fixture(autouse=True)
+def no_report(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots are most of the time of runs this short; `whole` has them."""
+    monkeypatch.setattr(loop, "write_report", lambda run_dir: None)
+
+
 def _weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return dict(load_run(run_dir, "cpu")[0].state_dict())
 
@@ -80,9 +94,8 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_chain_of_stages_leaves_everything_behind(tmp_path: Path, text: Path) -> None:
-    run_dir = tmp_path / "run"
-    summary = train(_config(run_dir, text), recipe="test", console=False)
+def test_a_chain_of_stages_leaves_everything_behind(whole: Path) -> None:
+    run_dir, summary = whole, json.loads((whole / "summary.json").read_text())
     assert summary["finished"]
     assert summary["tokens"] == 12 * 2 * 48
     assert [stage["mode"] for stage in summary["stages"]] == ["dense", "warmup", "sparse"]
@@ -91,7 +104,6 @@ def test_a_chain_of_stages_leaves_everything_behind(tmp_path: Path, text: Path) 
     assert len(summary["stages"][2]["health"]["layers"]) == 2
     for name in ("config.json", "metrics.jsonl", "summary.json", "report.html"):
         assert (run_dir / name).stat().st_size > 0
-    assert json.loads((run_dir / "summary.json").read_text()) == summary
     assert [path.name for path in checkpoint.list_checkpoints(run_dir)] == [
         "step-00000008",
         "step-00000010",
@@ -118,9 +130,7 @@ def test_each_stage_changes_what_learns_and_nothing_else(tmp_path: Path, text: P
 
 
 @pytest.mark.parametrize("stop", [1, 4, 5, 7, 9])
-def test_a_run_that_is_stopped_and_resumed_is_the_same_run(tmp_path: Path, text: Path, stop: int) -> None:
-    whole = _config(tmp_path / "whole", text)
-    train(whole, console=False)
+def test_a_run_that_is_stopped_and_resumed_is_the_same_run(tmp_path: Path, text: Path, whole: Path, stop: int) -> None:
     halves = _config(tmp_path / "halves", text)
     trainer = Trainer(halves, console=False)
     step = trainer._step
@@ -137,26 +147,26 @@ def test_a_run_that_is_stopped_and_resumed_is_the_same_run(tmp_path: Path, text:
     assert latest.name == f"step-{stop:08d}"
     second = train(halves, console=False)
     assert second["finished"]
-    assert _same(_weights(tmp_path / "whole"), _weights(tmp_path / "halves"))
-    assert _records(tmp_path / "whole") == _records(tmp_path / "halves")
+    assert _same(_weights(whole), _weights(tmp_path / "halves"))
+    assert _records(whole) == _records(tmp_path / "halves")
 
 
 def test_a_resume_that_forgets_the_data_position_is_noticed(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, text: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control of the comparison above."""
-    train(_config(tmp_path / "whole", text), console=False)
     train(_config(tmp_path / "halves", text, stages=STAGES[:2]), console=False)
     monkeypatch.setattr(loop.PackStream, "load_state_dict", lambda self, state: None)
     train(_config(tmp_path / "halves", text), console=False)
-    assert not _same(_weights(tmp_path / "whole"), _weights(tmp_path / "halves"))
+    assert not _same(_weights(whole), _weights(tmp_path / "halves"))
 
 
 def test_a_finished_run_is_finished(tmp_path: Path, text: Path) -> None:
-    config = _config(tmp_path / "run", text)
+    config = _config(tmp_path / "run", text, stages=STAGES[:1])
     first = train(config, console=False)
     again = train(config, console=False)
     assert again == first
+    assert json.loads((tmp_path / "run/summary.json").read_text()) == again
 
 
 def test_a_run_begins_from_weights_of_another(tmp_path: Path, text: Path) -> None:
@@ -179,15 +189,17 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_checkpoint(
         losses = measured(*args)
         return dataclasses.replace(losses, lm=float("nan")) if len(calls) == 4 else losses
 
-    monkeypatch.setattr(loop, "accumulate_gradients", poisoned)
-    with pytest.raises(TrainingStopped, match=r"step 4: the language-model loss is nan.*step-00000002"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(TrainingStopped, match=r"step 4: the language-model loss is nan.*step-00000002"),
+    ):
+        patch.setattr(loop, "accumulate_gradients", poisoned)
         train(config, console=False)
     assert checkpoint.verify(tmp_path / "run/checkpoints/step-00000002")
-    monkeypatch.undo()
     assert train(config, console=False)["finished"]
 
 
-def test_a_full_disk_loses_nothing(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_nothing(tmp_path: Path, text: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config(tmp_path / "run", text)
     write = checkpoint.manifest.write
 
@@ -196,18 +208,19 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, text: Path, monkeypatch: pyte
             raise OSError(28, "No space left on device")
         write(folder, step, meta)
 
-    monkeypatch.setattr(checkpoint.manifest, "write", full)
-    with pytest.raises(CheckpointError, match=r"step 4 could not be written.*No space left.*step-00000002"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(CheckpointError, match=r"step 4 could not be written.*No space left.*step-00000002"),
+    ):
+        patch.setattr(checkpoint.manifest, "write", full)
         train(config, console=False)
-    monkeypatch.undo()
-    train(_config(tmp_path / "whole", text), console=False)
     train(config, console=False)
-    assert _same(_weights(tmp_path / "whole"), _weights(tmp_path / "run"))
+    assert _same(_weights(whole), _weights(tmp_path / "run"))
 
 
-def test_a_damaged_checkpoint_is_an_error_that_names_the_intact_one(tmp_path: Path, text: Path) -> None:
+def test_a_damaged_checkpoint_is_an_error_that_names_the_intact_one(tmp_path: Path, text: Path, whole: Path) -> None:
     config = _config(tmp_path / "run", text)
-    train(config, console=False)
+    shutil.copytree(whole, tmp_path / "run")
     newest = checkpoint.latest(tmp_path / "run")
     assert newest is not None
     data = next(newest.glob("*.distcp"))
@@ -235,8 +248,9 @@ def test_text_without_a_held_out_part_trains_without_evaluations(tmp_path: Path,
 CHILD = """
 import json, os, signal, sys
 from pathlib import Path
-from dsattn.training.loop import train
+from dsattn.training import loop
 from dsattn.training.runs import config_from_dict
+loop.write_report = lambda run_dir: None
 config = config_from_dict(json.loads(Path(sys.argv[1]).read_text()))
 kill_at, seen = int(sys.argv[2]), 0
 
@@ -249,7 +263,7 @@ def hook(event, args):
 
 if kill_at:
     sys.addaudithook(hook)
-summary = train(config, console=False)
+summary = loop.train(config, console=False)
 print(json.dumps({"finished": summary["finished"], "events": seen}))
 """
 
@@ -263,11 +277,10 @@ def _spawn(config: RunConfig, tmp_path: Path, kill_at: int = 0) -> "subprocess.P
 
 
 @pytest.mark.slow
-def test_killed_at_many_points_of_saves_a_run_ends_as_if_nothing_happened(tmp_path: Path, text: Path) -> None:
+def test_killed_at_many_points_of_saves_a_run_ends_as_if_nothing_happened(
+    tmp_path: Path, text: Path, whole: Path
+) -> None:
     """kill -9 at spread file events of the run's saves; each life goes on from what the last one left."""
-    whole = _config(tmp_path / "whole", text)
-    out, err = _spawn(whole, tmp_path).communicate()
-    assert json.loads(out)["finished"], err
     killed = _config(tmp_path / "killed", text)
     deaths = 0
     for kill_at in (3, 9, 14, 21, 40, 52):
@@ -282,7 +295,7 @@ def test_killed_at_many_points_of_saves_a_run_ends_as_if_nothing_happened(tmp_pa
     assert deaths >= 4
     out, err = _spawn(killed, tmp_path).communicate()
     assert json.loads(out)["finished"], err
-    assert _same(_weights(tmp_path / "whole"), _weights(tmp_path / "killed"))
+    assert _same(_weights(whole), _weights(tmp_path / "killed"))
     steps = [e["step"] for e in read_metrics(tmp_path / "killed") if e["kind"] == "train"]
     assert steps == list(range(1, 13))
 
