@@ -233,7 +233,8 @@ def test_deep_gemm_scores_and_selects():
         start, stop = ranges(layout.keys)
         got = deep_gemm.indexer_scores(held, start, stop)
         largest = scores[visible].abs().max()
-        assert (got.double() - scores)[visible].abs().max() < 1e-4 * largest
+        # Hopper adds fp8 products in about 14 bits: 2.2e-4 was seen.
+        assert (got.double() - scores)[visible].abs().max() < 5e-4 * largest
         assert (got[~visible] == -torch.inf).all()
         index, length, _ = deep_gemm.select_keys(q, k, w, start, stop, 64, True, False, 2**20, "fp8")
         hidden = scores.masked_fill(~visible, -torch.inf)
@@ -241,7 +242,7 @@ def test_deep_gemm_scores_and_selects():
         assert torch.equal(length, right)
         regret = hidden.gather(1, best.clamp(min=0).long()).masked_fill(best < 0, 0).sum(1)
         regret = regret - hidden.gather(1, index.clamp(min=0).long()).masked_fill(index < 0, 0).sum(1)
-        assert regret.abs().max() < 64 * 1e-4 * largest
+        assert regret.abs().max() < 64 * 5e-4 * largest
 
 
 @needs["flash_mla"]

@@ -3,14 +3,17 @@
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsattn.errors import InputError
@@ -266,6 +269,35 @@ def test_positions_that_change_before_the_backward_are_seen(model, policy) -> No
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
     gradients(model)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("policy", "mode"), [("none", "sparse"), ("selective", "sparse"), ("full", "sparse"), ("full", "warmup")]
+)
+def test_under_fsdp(model, policy, mode) -> None:
+    """FSDP copies containers of tensors that enter a layer; a copy of a report would lose its losses."""
+    expected, sharded = step(model, mode=mode), tiny()
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", (1,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32),  # then it copies more
+        "reshard_after_forward": mode != "warmup",
+    }
+    with patch(sharded, mode=mode, recompute=policy, deterministic=True):
+        for layer in sharded.model.layers:
+            fully_shard(layer, **options)
+        fully_shard(sharded, **options)
+        loss = loss_of(sharded)
+        loss.backward()
+        got = {name: cast(Any, grad).full_tensor() for name, grad in gradients(sharded).items()}
+    assert_same_bits((loss.detach(), got), expected)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

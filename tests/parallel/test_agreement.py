@@ -1,12 +1,13 @@
 """The agreement matrix: one step on many ranks has the losses and gradients of one process.
 
-Started with arguments, this file is one rank of a launch; the tests read what the launches wrote.
+Started with arguments, this file forks the ranks of every launch; the tests read what they wrote.
 """
 
 import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -223,28 +224,32 @@ def main(rank: int, world: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, str]]:
     """For each number of processes: the folder with results, and what went wrong."""
-    return {world: _launch(world, tmp_path_factory.mktemp(f"launch-{world}")) for world in (2, 4)}
-
-
-def _launch(world: int, folder: Path) -> tuple[Path, str]:
+    folders = {world: tmp_path_factory.mktemp(f"launch-{world}") for world in (2, 4)}
+    command = [sys.executable, "-W", "error", __file__, json.dumps({w: str(folder) for w, folder in folders.items()})]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with contextlib.ExitStack() as stack:
-        ranks: list[subprocess.Popen[bytes]] = []
-        for rank in range(world):
-            said = stack.enter_context((folder / f"rank-{rank}.err").open("w"))
-            command = [sys.executable, "-W", "error", __file__, str(rank), str(world), str(folder)]
-            ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=said))
-        deadline = time.monotonic() + SECONDS
-        while any(one.poll() is None for one in ranks) and time.monotonic() < deadline:
-            if any(one.poll() not in (None, 0) for one in ranks):
-                break
-            time.sleep(0.1)
-        for one in ranks:
-            one.kill()
-            one.wait()
-    return folder, "\n".join(
-        f"rank {rank}: {(folder / f'rank-{rank}.err').read_text()[-3000:]}" for rank in range(world)
-    )
+    ranks = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        ranks.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.wait()
+    return {
+        world: (folder, "\n".join(f"{path.name}: {path.read_text()[-3000:]}" for path in sorted(folder.glob("*.err"))))
+        for world, folder in folders.items()
+    }
+
+
+def _launch(world: int, folder: Path) -> None:
+    """One forked process a rank, until all have ended or one has failed."""
+    for rank in range(world):
+        if os.fork() == 0:
+            signal.alarm(SECONDS)
+            os.dup2((folder / f"rank-{rank}.err").open("w").fileno(), 2)
+            main(rank, world, folder)
+            sys.exit()
+    while world and os.wait()[1] == 0:
+        world -= 1
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: CASES[number].name)
@@ -259,5 +264,6 @@ def test_a_step_on_many_ranks_is_that_of_one(launched: dict[int, tuple[Path, str
     assert not apart, apart
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+if __name__ == "__main__":  # forked ranks: torch is imported once
+    for size, where in json.loads(sys.argv[1]).items():
+        _launch(int(size), Path(where))

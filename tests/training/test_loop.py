@@ -189,12 +189,10 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_checkpoint(
         losses = measured(*args)
         return dataclasses.replace(losses, lm=float("nan")) if len(calls) == 4 else losses
 
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(TrainingStopped, match=r"step 4: the language-model loss is nan.*step-00000002"),
-    ):
+    with monkeypatch.context() as patch:
         patch.setattr(loop, "accumulate_gradients", poisoned)
-        train(config, console=False)
+        with pytest.raises(TrainingStopped, match=r"step 4: the language-model loss is nan.*step-00000002"):
+            train(config, console=False)
     assert checkpoint.verify(tmp_path / "run/checkpoints/step-00000002")
     assert train(config, console=False)["finished"]
 
@@ -208,12 +206,10 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, text: Path, whole: Path, monk
             raise OSError(28, "No space left on device")
         write(folder, step, meta)
 
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(CheckpointError, match=r"step 4 could not be written.*No space left.*step-00000002"),
-    ):
+    with monkeypatch.context() as patch:
         patch.setattr(checkpoint.manifest, "write", full)
-        train(config, console=False)
+        with pytest.raises(CheckpointError, match=r"step 4 could not be written.*No space left.*step-00000002"):
+            train(config, console=False)
     train(config, console=False)
     assert _same(_weights(whole), _weights(tmp_path / "run"))
 
@@ -248,30 +244,47 @@ def test_text_without_a_held_out_part_trains_without_evaluations(tmp_path: Path,
 CHILD = """
 import json, os, signal, sys
 from pathlib import Path
-from dsattn.training import loop
+from dsattn.training import checkpoint, loop
 from dsattn.training.runs import config_from_dict
-loop.write_report = lambda run_dir: None
 config = config_from_dict(json.loads(Path(sys.argv[1]).read_text()))
-kill_at, seen = int(sys.argv[2]), 0
+loop.write_report = lambda run_dir: None
 
-def hook(event, args):
-    global seen
-    if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir") and "checkpoints" in str(args[0]):
-        seen += 1
-        if seen == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+def live(kill_at):
+    seen = 0
 
-if kill_at:
-    sys.addaudithook(hook)
-summary = loop.train(config, console=False)
-print(json.dumps({"finished": summary["finished"], "events": seen}))
+    def hook(event, args):
+        nonlocal seen
+        if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir") and "checkpoints" in str(args[0]):
+            seen += 1
+            if seen == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if kill_at:
+        sys.addaudithook(hook)
+    print(json.dumps(loop.train(config, console=False)["finished"]), flush=True)
+
+def forked(kill_at):
+    child = os.fork()
+    if child == 0:
+        live(kill_at)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for path in checkpoint.list_checkpoints(Path(config.train.run_dir)):
+        checkpoint.verify(path)
+    return status
+
+if len(sys.argv) > 2:
+    print(json.dumps([forked(int(kill_at)) for kill_at in sys.argv[2:]]))
+else:
+    live(0)
 """
 
 
-def _spawn(config: RunConfig, tmp_path: Path, kill_at: int = 0) -> "subprocess.Popen[str]":
+def _spawn(config: RunConfig, tmp_path: Path, *kill_at: int) -> "subprocess.Popen[str]":
+    """A run in a process of its own; with `kill_at`, one life after another, forked so that torch is imported once."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(dataclasses.asdict(config)))
-    command = [sys.executable, "-c", CHILD, str(path), str(kill_at)]
+    command = [sys.executable, "-c", CHILD, str(path), *map(str, kill_at)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -281,20 +294,14 @@ def test_killed_at_many_points_of_saves_a_run_ends_as_if_nothing_happened(
     tmp_path: Path, text: Path, whole: Path
 ) -> None:
     """kill -9 at spread file events of the run's saves; each life goes on from what the last one left."""
-    killed = _config(tmp_path / "killed", text)
-    deaths = 0
-    for kill_at in (3, 9, 14, 21, 40, 52):
-        child = _spawn(killed, tmp_path, kill_at)
-        child.communicate()
-        if child.returncode == 0:
-            break
-        assert child.returncode == -signal.SIGKILL
-        deaths += 1
-        for path in checkpoint.list_checkpoints(tmp_path / "killed"):
-            checkpoint.verify(path)
-    assert deaths >= 4
-    out, err = _spawn(killed, tmp_path).communicate()
-    assert json.loads(out)["finished"], err
+    out, err = _spawn(_config(tmp_path / "killed", text), tmp_path, 3, 9, 14, 21, 40, 52, 0).communicate()
+    assert out, err
+    *finished, statuses = map(json.loads, out.splitlines())
+    *lives, last = statuses
+    assert set(lives) <= {0, -signal.SIGKILL}, err
+    assert lives.count(-signal.SIGKILL) >= 4
+    assert last == 0, err
+    assert finished[-1]
     assert _same(_weights(whole), _weights(tmp_path / "killed"))
     steps = [e["step"] for e in read_metrics(tmp_path / "killed") if e["kind"] == "train"]
     assert steps == list(range(1, 13))
@@ -313,7 +320,7 @@ def test_sigterm_saves_and_exits_zero(tmp_path: Path, text: Path) -> None:
     child.send_signal(signal.SIGTERM)
     out, err = child.communicate(timeout=60)
     assert child.returncode == 0, err
-    assert json.loads(out)["finished"] is False
+    assert json.loads(out) is False
     latest = checkpoint.latest(tmp_path / "run")
     assert latest is not None
     assert checkpoint.verify(latest)["step"] == read_metrics(tmp_path / "run")[-1]["step"]

@@ -82,7 +82,10 @@ def _vendor(module: str, *packages: str, **rest: Any) -> Row:
 
 
 def _kernels(folder: str, file: str) -> Row:
-    """Our kernels in `backends/FOLDER/`: nothing is imported before a call is on a GPU and Triton is there."""
+    """Our kernels in `backends/FOLDER/`: nothing is imported before a call is on a GPU and Triton is there.
+
+    A file may have a function `slower`: where a row behind it was measured to be faster.
+    """
 
     def requirements(call: Call) -> list[str]:
         if call.device != "cuda":
@@ -91,7 +94,11 @@ def _kernels(folder: str, file: str) -> Row:
             return ["the package triton"]
         return importlib.import_module(f"dsattn.backends.{folder}.{file}").requirements(call)
 
-    return Row(folder, f"{folder}.{file}", requirements)
+    def record(call: Call) -> list[str]:
+        module = importlib.import_module(f"dsattn.backends.{folder}.{file}")
+        return module.slower(call) if hasattr(module, "slower") else []
+
+    return Row(folder, f"{folder}.{file}", requirements, record=record)
 
 
 REFERENCE = Row("reference", None, _always)

@@ -64,16 +64,17 @@ class Settings:
     watch: Watch = field(default_factory=Watch)
 
 
-@dataclass
 class Report:
     """The indexers' losses of one forward, in nats a real row, by layer: from the layers to who adds them up.
 
     owned: a loss head waits for them. closed: they were taken; what replays report then is the same again.
+    No dataclass, as Microbatch: FSDP copies those that hold tensors on their way into a layer.
     """
 
-    owned: bool
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    closed: bool = False
+    def __init__(self, owned: bool, losses: dict[int, Tensor] | None = None, *, closed: bool = False):
+        self.owned = owned
+        self.losses = {} if losses is None else losses
+        self.closed = closed
 
     def add(self, layer: int, loss: Tensor) -> None:
         """A layer's loss."""
@@ -88,7 +89,6 @@ class Report:
         return losses
 
 
-@dataclass
 class Microbatch:
     """One forward. Every layer gets it as an argument; nothing else outlives the call.
 
@@ -97,13 +97,27 @@ class Microbatch:
     kept: what `patch(recompute=...)` keeps of one part of one layer for its replay; None outside such a part.
     """
 
-    settings: Settings
-    layout: Layout
-    learns: bool
-    report: Report
-    selections: dict[int, Selection] | None
-    documents: tuple[Any, ...] = ()
-    kept: Kept | None = None
+    def __init__(
+        self,
+        settings: Settings,
+        layout: Layout,
+        learns: bool,
+        report: Report,
+        selections: dict[int, Selection] | None,
+        documents: tuple[Any, ...] = (),
+        kept: Kept | None = None,
+    ):
+        self.settings = settings
+        self.layout = layout
+        self.learns = learns
+        self.report = report
+        self.selections = selections
+        self.documents = documents
+        self.kept = kept
+
+    def part(self, kept: Kept, report: Report) -> "Microbatch":
+        """The same for one part of one layer, which may run again."""
+        return Microbatch(self.settings, self.layout, self.learns, report, self.selections, self.documents, kept)
 
     def chosen(self, layer: int) -> bool:
         """Whether the first pass's selection is at hand: this is a replay."""

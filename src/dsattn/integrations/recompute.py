@@ -11,14 +11,13 @@ fixed. Experts are transformers' own code: a replay routes again, from the same 
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dsattn.config import Recompute
-from dsattn.integrations.microbatch import MICROBATCH, Report
+from dsattn.integrations.microbatch import MICROBATCH, Microbatch, Report
 from dsattn.nn.state import Part
 from dsattn.parallel.recompute import PARTS, Checkpoints, Stash, checkpointed, tensors
 
@@ -49,18 +48,18 @@ def _run(checkpoints: Checkpoints, forward: Forward, module: nn.Module, *args: A
     if not (module.training and torch.is_grad_enabled()):
         return forward(module, *args, **kwargs)
     stash = Stash(checkpoints.keeps)
-    microbatch = kwargs.pop(MICROBATCH, None)
-    reports: list[Report] = []  # the first pass takes it out: a loss holds its checkpoint, which must not hold the loss
-    if microbatch is not None:
-        reports.append(microbatch.report)
-        microbatch = replace(microbatch, kept=stash, report=Report(owned=True, closed=True))
+    given: Microbatch | None = kwargs.pop(MICROBATCH, None)
+    microbatch = None if given is None else given.part(stash, Report(owned=True, closed=True))
+    # The first pass takes it out: a loss holds its checkpoint, which must not hold the loss.
+    reports = [] if given is None else [given.report]
+    read = () if given is None else (given.layout, given.documents)
     hidden, rest = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
 
     def again(hidden: Tensor, *_: Tensor) -> Any:
         if microbatch is None:
             return forward(module, hidden, *rest, **kwargs)
-        here = replace(microbatch, report=reports.pop()) if reports else microbatch
+        here = microbatch.part(stash, reports.pop()) if reports else microbatch
         return forward(module, hidden, *rest, **kwargs, **{MICROBATCH: here})
 
-    inputs = (hidden, *tensors((rest, tuple(kwargs.values()), microbatch)))
+    inputs = (hidden, *tensors((rest, tuple(kwargs.values()), read)))
     return checkpointed(stash, again, *inputs, preserve_rng_state=True)

@@ -142,8 +142,8 @@ def test_in_the_interpreter(interpret: Callable[[str], None]) -> None:
 
 def make(layout: Layout, heads: int, width: int, device: str, top_k: int = 200) -> tuple[Case, Selection]:
     sizes = Sizes(heads=heads, groups=1, width=width, value_dim=512, index_heads=32, index_width=128, top_k=top_k)
-    case = make_case(layout, sizes, dtype=torch.bfloat16).map(lambda x: x.to(device))
-    return case, random_selection(case.keys, case.layout.num_keys, top_k).to(case.q.device)
+    case = make_case(layout, sizes, dtype=torch.bfloat16, device=device)
+    return case, random_selection(case.keys, case.layout.num_keys, top_k)
 
 
 def step(case: Case, selection: Selection, sink: Tensor | None, **flags: Any) -> dict[str, Tensor]:

@@ -36,6 +36,25 @@ def test_requirements(changes: dict[str, object], lacks: list[str], monkeypatch:
     assert select.requirements(replace(HERE, **changes)) == lacks
 
 
+@pytest.mark.parametrize(
+    ("changes", "lacks"),
+    [
+        ({"size_class": "64K"}, []),
+        ({"size_class": "above", "heads": 8}, []),
+        ({"size_class": "8K"}, ["more than 8K keys to be the faster one"]),
+        ({"size_class": "64K", "heads": 64}, ["at most 32 indexer heads to be the faster one"]),
+    ],
+)
+def test_auto_takes_it_where_it_is_faster(changes: dict[str, object], lacks: list[str]) -> None:
+    from dsattn.backends import TABLE
+    from dsattn.backends.hopper import select
+
+    call = replace(HERE, **changes)
+    assert select.slower(call) == lacks
+    (row,) = (row for row in TABLE["select_keys"] if row.name == "hopper")
+    assert row.record(call) == lacks
+
+
 def test_refuses_other_dtypes() -> None:
     """Dispatch sees what q and k promote to, and nothing of w."""
     from dsattn.backends.hopper.select import select_keys

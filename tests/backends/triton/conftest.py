@@ -53,11 +53,11 @@ def device() -> Iterator[str]:
 
 
 @pytest.fixture
-def interpret() -> Callable[[str], int]:
-    """Run the kernel tests of a file in Triton's interpreter; returns how many passed."""
+def interpret() -> Callable[..., int]:
+    """Run the kernel tests of files in Triton's interpreter; returns how many passed."""
 
-    def run(path: str) -> int:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", path]
+    def run(*paths: str) -> int:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *paths]
         environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False

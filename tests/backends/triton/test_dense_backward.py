@@ -1,15 +1,9 @@
 """Who visits whom in the backward of dense attention, counted by hand; and the tiles that every width is given."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
-
-
-def test_in_the_interpreter(interpret: Callable[[str], int]) -> None:
-    assert interpret(__file__) >= 6
 
 
 @pytest.mark.parametrize("members", [1, 3, 8])

@@ -69,7 +69,3 @@ def test_compilations_are_counted(device: str) -> None:
         for value in (2, 3, 16, 32, 5):
             launch(_fill, (1,), out, value, 0, WIDTH=64)
     assert len(kept["_fill"]) == compilations(_fill) - before == 2
-
-
-def test_in_the_interpreter(interpret) -> None:
-    assert interpret(__file__) >= 1

@@ -1,7 +1,5 @@
 """The kernel gives the bytes and scales of `dsattn.quantize`, wherever its operands lie."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -65,7 +63,3 @@ def test_repeats_at_any_size(device: str) -> None:
         assert same(scale[part], its)
     again, _ = quantize.to_e4m3(x)
     assert torch.equal(got.view(torch.uint8), again.view(torch.uint8))
-
-
-def test_in_the_interpreter(interpret: Callable[[str], int]) -> None:
-    assert interpret(__file__) == 7

@@ -115,19 +115,20 @@ def _same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
 
 
 def test_bits_do_not_depend_on_blocks_or_company(device: str) -> None:
-    alone = make_case(Layout.causal(23), device=device)
+    rows = 9 if device == "cpu" else 23
+    alone = make_case(Layout.causal(rows), device=device)
     if device == "cpu":  # the interpreter's products are numpy's, whose bits follow the place: make them exact
         alone = alone.map(lambda x: x.round())
     index, length, score = pick(alone)
     offset = 70
-    together = make_case(Layout.packed([offset, 23, 4], total=offset + 30), seed=1, device=device)
-    here = slice(offset, offset + 23)
+    together = make_case(Layout.packed([offset, rows, 4], total=offset + rows + 7), seed=1, device=device)
+    here = slice(offset, offset + rows)
     for name in ("q_i", "k_i", "w"):
         getattr(together, name).fill_(NAN)[here] = getattr(alone, name)
     for block_bytes in (1, 2**12, 2**30):
-        rows = KeyRange(together.keys.start[here], together.keys.stop[here])
+        keys = KeyRange(together.keys.start[here], together.keys.stop[here])
         got = select.select_keys(
-            together.q_i[here], together.k_i, together.w[here], rows.start, rows.stop, 7, True, True, block_bytes
+            together.q_i[here], together.k_i, together.w[here], keys.start, keys.stop, 7, True, True, block_bytes
         )
         assert _same(got, (torch.where(index < 0, -1, index + offset), length, score))
     assert pick(together)[1][:offset].eq(0).all()

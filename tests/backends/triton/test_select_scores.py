@@ -151,7 +151,3 @@ def test_what_a_precision_needs() -> None:
     lines = explain(Call(device="cuda", capability=90, dtype="bfloat16", heads=32, width=128, precision="fp8"))
     row = next(line for line in lines.splitlines() if line.startswith("select_keys") and " hopper " in line)
     assert "precision 'bf16'" in row
-
-
-def test_in_the_interpreter(interpret: Callable[[str], int]) -> None:
-    assert interpret(__file__) == 6
