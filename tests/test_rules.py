@@ -136,7 +136,7 @@ def wrong_arrows(path: str, source: str) -> Iterator[str]:
         own = path.split("/")[1].removesuffix(".py") if unit == "backends" else None
         free = unit == "bench" or own in ("__init__", parts[2] if len(parts) > 2 else None)  # bench times them all
         shared = own in KERNEL_FOLDERS and module.startswith("dsattn.backends.triton.launch")
-        shared |= path == "backends/hopper/select.py" and module == "dsattn.backends.triton.select"  # ranks as that does
+        shared |= path == "backends/hopper/select.py" and module == "dsattn.backends.triton.select"  # ranks alike
         shared |= module == "dsattn.backends.vendors"  # what adapters share
         if target == "backends" and len(parts) > 2 and not free and not shared:
             yield f"{path}:{line}: {module} is reached through dsattn.backends, never by name"

@@ -5,6 +5,7 @@ Started with arguments, this file forks the ranks of every launch; the tests rea
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -35,7 +36,7 @@ from dsattn.keys import Layout
 from dsattn.model.decoder import Decoder
 from dsattn.parallel.apply import apply
 from dsattn.parallel.gradients import clip
-from dsattn.parallel.mesh import build_mesh
+from dsattn.parallel.mesh import ParallelMesh, build_mesh
 from dsattn.training.data import IGNORED_LABEL, Pack
 from dsattn.training.stages import set_mode
 from dsattn.training.step import accumulate_gradients
@@ -89,6 +90,11 @@ class Case:
     @property
     def parallel(self) -> ParallelConfig:
         return ParallelConfig(**self.mesh)
+
+    @property
+    def alone(self) -> str:
+        """Cases of one name have one reference: neither micro-batches nor recompute change what one process finds."""
+        return f"{self.model}, {self.mode}, {self.balance_weight}"
 
 
 ONE = {"packs_per_micro_batch": 1}
@@ -146,34 +152,47 @@ def packs() -> list[Pack]:
     return made
 
 
-def run_case(case: Case) -> dict[str, Any]:
+def run_alone(case: Case) -> dict[str, Any]:
+    """Losses and gradients of one process."""
+    stage = StageConfig(mode=case.mode, balance_weight=case.balance_weight)
+    torch.manual_seed(0)
+    model = Decoder(MODELS[case.model])
+    set_mode(model, case.mode)
+    losses = accumulate_gradients(model, packs(), stage, TrainConfig(packs_per_step=4, packs_per_micro_batch=2))
+    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+    return {"losses": losses, "gradients": gradients, "norm": norm}
+
+
+@functools.cache
+def mesh_of(parallel: ParallelConfig) -> ParallelMesh:
+    """Groups of processes cost more than a step here, and cases may share them."""
+    return build_mesh(parallel, "cpu")
+
+
+def run_case(case: Case, alone: dict[str, Any]) -> dict[str, Any]:
     """Losses and gradients of this rank beside those of one process: the largest differences, relative."""
     model, stage = MODELS[case.model], StageConfig(mode=case.mode, balance_weight=case.balance_weight)
     train = TrainConfig(**{"packs_per_step": 4, "packs_per_micro_batch": 2} | case.train)
     torch.manual_seed(0)
-    alone = Decoder(model)
-    set_mode(alone, case.mode)
-    expected = accumulate_gradients(alone, packs(), stage, train)
-    torch.manual_seed(0)
-    whole = apply(model, build_mesh(case.parallel, "cpu"), train)
+    whole = apply(model, mesh_of(case.parallel), train)
     set_mode(whole.model, case.mode)
     found = accumulate_gradients(whole, packs(), stage, train)
-    wanted = dict(alone.named_parameters())
+    expected, wanted = alone["losses"], alone["gradients"]
     gradients = {}
     for name, parameter in whole.model.named_parameters():
-        reference, gradient = wanted[name].grad, parameter.grad
+        reference, gradient = wanted[name], parameter.grad
         if reference is None or gradient is None:
             gradients[name] = 0.0 if reference is gradient else float("inf")
             continue
         gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         gradients[name] = float((gradient - reference).abs().max() / reference.abs().max().clamp(min=1e-12))
-    norm = float(torch.nn.utils.clip_grad_norm_(alone.parameters(), 1e-3))
     clipped = clip(whole.model.named_parameters(), 1e-3, whole.mesh, whole.copies)
     return {
         "gradients": gradients,
         "losses": {
             "lm": _relative(found.lm, expected.lm),
-            "norm": _relative(clipped, norm),
+            "norm": _relative(clipped, alone["norm"]),
             "rows": abs(found.rows - expected.rows),
             "balance": _relative(found.balance or 0.0, expected.balance or 0.0),
             **{f"kl {layer}": _relative(found.kl.get(layer, 0.0), value) for layer, value in expected.kl.items()},
@@ -195,14 +214,15 @@ def _relative(a: float, b: float) -> float:
     return abs(a - b) / max(abs(b), 0.1)
 
 
-def main(rank: int, world: int, folder: Path) -> None:
+def main(rank: int, world: int, folder: Path, references: Path) -> None:
     """One rank of a launch: every case that has as many processes."""
     torch.set_num_threads(1)
+    alone = torch.load(references, weights_only=False)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     for number, case in enumerate(CASES):
         if case.parallel.world_size == world:
             began = time.monotonic()
-            result = run_case(case)
+            result = run_case(case, alone[case.alone])
             everyone: list[Any] = [None] * world
             dist.all_gather_object(everyone, result)
             if rank == 0:
@@ -240,13 +260,22 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, 
     }
 
 
-def _launch(world: int, folder: Path) -> None:
+def _refer(file: Path) -> None:
+    """Write what one process finds, from a process of its own: one that has run a backward cannot be forked."""
+    if os.fork() == 0:
+        torch.set_num_threads(1)
+        torch.save({case.alone: run_alone(case) for case in {case.alone: case for case in CASES}.values()}, file)
+        sys.exit()
+    os.wait()
+
+
+def _launch(world: int, folder: Path, references: Path) -> None:
     """One forked process a rank, until all have ended or one has failed."""
     for rank in range(world):
         if os.fork() == 0:
             signal.alarm(SECONDS)
-            os.dup2((folder / f"rank-{rank}.err").open("w").fileno(), 2)
-            main(rank, world, folder)
+            os.dup2(os.open(folder / f"rank-{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
+            main(rank, world, folder, references)
             sys.exit()
     while world and os.wait()[1] == 0:
         world -= 1
@@ -265,5 +294,8 @@ def test_a_step_on_many_ranks_is_that_of_one(launched: dict[int, tuple[Path, str
 
 
 if __name__ == "__main__":  # forked ranks: torch is imported once
-    for size, where in json.loads(sys.argv[1]).items():
-        _launch(int(size), Path(where))
+    folders_of = json.loads(sys.argv[1])
+    found_alone = Path(folders_of["2"]) / "alone.pt"
+    _refer(found_alone)
+    for size, where in folders_of.items():
+        _launch(int(size), Path(where), found_alone)

@@ -5,6 +5,7 @@ Started with arguments, this file is one rank of a run; the tests start torchrun
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dsattn.config import (
     DataConfig,
@@ -76,14 +78,16 @@ def alone(folder: Path) -> list[dict[str, Any]]:
     return read_metrics(folder / "alone")
 
 
-def launch(run: RunConfig, behaviour: str, restarts: int = 0) -> "subprocess.Popen[str]":
-    """torchrun with a rank for every process of the run's mesh."""
+def launch(run: RunConfig, behaviour: str, restarts: int | None = None) -> "subprocess.Popen[str]":
+    """torchrun with a rank for every process of the run's mesh; given `restarts`, its agent with forked ranks."""
     run_dir = Path(run.train.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "asked.json").write_text(json.dumps(dataclasses.asdict(run)))
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={run.parallel.world_size}"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--max-restarts={restarts}"]
-    command += [__file__, str(run_dir), behaviour]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", __file__]
+    if restarts is not None:
+        command = [sys.executable, __file__, "--agent", str(run.parallel.world_size), str(restarts)]
+    command += [str(run_dir), behaviour]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -145,7 +149,7 @@ def test_another_mesh_goes_on_with_the_same_losses(
     if parallel.world_size == 1:
         train(run, console=False)
     else:
-        said = ended(launch(run, "go on"))
+        said = ended(launch(run, "go on", restarts=0))
         assert (folder / name / "summary.json").exists(), said[-3000:]
     new = {step: values for step, values in losses(read_metrics(folder / "longer")).items() if step > 9}
     assert apart(losses(read_metrics(folder / name)), new) < 1e-4
@@ -176,6 +180,14 @@ def test_text_that_one_rank_cannot_read_stops_all_by_name(folder: Path) -> None:
     said = ended(going)
     assert going.returncode == 1
     assert re.search(r"rank 1 of 2: line \d+ is not for rank 1", said), said[-3000:]
+
+
+def agent(ranks: int, restarts: int, run_dir: Path, behaviour: str) -> None:
+    """What torchrun does, but that the ranks are forked from a server: torch is imported twice, and not by each."""
+    multiprocessing.set_forkserver_preload(["dsattn.training.loop", "pytest"])
+    settings = LaunchConfig(1, 1, ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="test")
+    settings.max_restarts, settings.start_method = restarts, "forkserver"
+    elastic_launch(settings, main)(run_dir, behaviour)
 
 
 def main(run_dir: Path, behaviour: str) -> None:
@@ -209,4 +221,7 @@ def main(run_dir: Path, behaviour: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    if sys.argv[1] == "--agent":
+        agent(int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5])
+    else:
+        main(Path(sys.argv[1]), sys.argv[2])
