@@ -108,7 +108,7 @@ def test_every_problem_is_reported_at_once_and_nothing_is_trained(trained, capsy
     assert main(["train", "tiny", *wrong]) == 2
     error = capsys.readouterr().err
     assert "3 problem(s)" in error
-    for name in ("model.dsa.indexer.top_k=0", "train.packs_per_step=3", "parallel.tp=2"):
+    for name in ("model.dsa.indexer.top_k=0", "train.packs_per_step=3", "parallel: train.packs_per_micro_batch=2"):
         assert f"  - {name}" in error
     assert trained == []
 

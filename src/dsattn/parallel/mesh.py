@@ -14,6 +14,8 @@ readers      pp, batch, keys                 keys = cp x tp: ranks that read the
 import contextlib
 import math
 import os
+import re
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -161,8 +163,14 @@ def processes(device: str = "auto") -> Iterator[None]:
         yield
     except Exception as error:
         get_error_handler().record_exception(error)  # torchrun names the rank and says why
+        if _LOST.search(str(error)):
+            time.sleep(_WAIT)  # whoever is gone knows the reason: torchrun names the first that it sees end
         raise
     dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
+
+
+_LOST = re.compile(r"[Cc]onnection (closed|reset)|[Bb]roken pipe|remote process exited")  # a collective without a peer
+_WAIT = 3.0  # seconds
 
 
 def _known(values: dict[str, int], name: str) -> int:
