@@ -16,5 +16,7 @@ def test_lines_of_drawn_inputs_and_of_a_run(run_dir, tmp_path, capsys):
 
 def test_wrong_command_lines(capsys, tmp_path):
     assert main(["bench", "select", "--precision", "fp4"]) == 2
-    assert main(["bench", "select", "--run", str(tmp_path / "none"), "--keys", "40", "--device", "cpu"]) == 1
+    arguments = ["--keys", "40", "--device", "cpu", "--out", str(tmp_path / "out")]
+    assert main(["bench", "select", "--run", str(tmp_path / "none"), *arguments]) == 1
     assert "none" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists(), "nothing is measured before the run is read"

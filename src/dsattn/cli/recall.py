@@ -1,5 +1,6 @@
 """`dsattn bench select`: what a precision of selection costs and saves."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,8 @@ def run(arguments: list[str]) -> int:
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(auto if options.device == "auto" else options.device)
     machine = Machine.here(device, commit=None)
-    for inputs in _inputs(options, device):
+    of_run = () if options.run is None else tuple(_of_run(options.run, str(device)))  # a wrong run costs no measurement
+    for inputs in itertools.chain(_drawn(options, device), of_run):
         found = measured(inputs, options.precision, torch.bfloat16, seconds=options.seconds)
         line = found.line(machine)
         append(options.out / FILE, line)
@@ -58,13 +60,11 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _inputs(options: Options, device: torch.device) -> Iterator[Inputs]:
+def _drawn(options: Options, device: torch.device) -> Iterator[Inputs]:
     gpu = device.type == "cuda"
     shape = shape_named(options.shape or ("glm" if gpu else "small"), top_k=options.top_k)
     for keys in options.keys or ((4096, 32768, 131072) if gpu else (256,)):
         yield from drawn(Setting(shape=shape, rows=min(options.rows, keys), keys=keys, device=device))
-    if options.run is not None:
-        yield from _of_run(options.run, str(device))
 
 
 def _of_run(folder: Path, device: str) -> Iterator[Inputs]:
