@@ -3,12 +3,13 @@ import dataclasses
 import pytest
 import torch
 
+from dsattn.accounting import visible_pairs
 from dsattn.config import ParallelConfig
 from dsattn.errors import InputError
 from dsattn.keys import Layout
 from dsattn.model.mtp import look_ahead
 from dsattn.parallel.mesh import ParallelMesh
-from dsattn.training.loader import deal, micro_batches, place, to_device, visible_pairs
+from dsattn.training.loader import deal, micro_batches, place, to_device
 from dsattn.training.packs import IGNORED_LABEL, Pack
 
 

@@ -19,17 +19,13 @@ from dataclasses import replace
 
 import torch
 
+from dsattn.accounting import visible_pairs
 from dsattn.errors import InputError
 from dsattn.keys import Layout
 from dsattn.model.mtp import look_ahead
 from dsattn.model.stage import MicroBatch
 from dsattn.parallel.mesh import ParallelMesh
 from dsattn.training.data import IGNORED_LABEL, Pack, fold
-
-
-def visible_pairs(lengths: Sequence[int]) -> int:
-    """Pairs of a row and a key that it may read, in causal documents of these lengths."""
-    return sum(length * (length + 1) // 2 for length in lengths)
 
 
 def deal(packs: Sequence[Pack], ranks: int) -> list[list[Pack]]:
