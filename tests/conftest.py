@@ -1,13 +1,16 @@
 """What holds in every test: seeded, poisoned, one thread a worker, and nothing left behind in torch's global state."""
 
 import functools
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils import _device
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +74,21 @@ def clean_torch() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch.set_default_dtype(dtype)
+
+
+@pytest.fixture
+def peak_bytes(capfd: pytest.CaptureFixture[str]) -> Callable[[Callable[[], object]], int]:
+    """Run something; the most bytes that torch's CPU allocator held at once beyond what it held before."""
+
+    def measure(work: Callable[[], object]) -> int:
+        gc.collect()  # what goes meanwhile must not count
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+            work()
+        capfd.readouterr()  # the profiler tells stderr that it starts
+        events = [event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"]
+        return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+    return measure
 
 
 @pytest.fixture

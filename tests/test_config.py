@@ -252,6 +252,7 @@ BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
         for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "vpp", "ep")
     ],
     (ParallelConfig, {"schedule": "GPipe"}, "schedule='GPipe' must be one of 1F1B, Interleaved1F1B"),
+    (ParallelConfig, {"dynamic_cp": True}, "dynamic_cp=True needs a cp above 1"),
     (ParallelConfig, {"vpp": 2}, "vpp=2 needs a pp above 1"),
     (ParallelConfig, {"pp": 2, "vpp": 2}, "schedule='1F1B' does not fit vpp=2"),
     (ParallelConfig, {"pp": 2, "schedule": "Interleaved1F1B"}, "schedule='Interleaved1F1B' does not fit vpp=1"),

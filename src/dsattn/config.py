@@ -870,6 +870,8 @@ class ParallelConfig(Checked):
     """Keep the residual stream of tensor parallel ranks split by rows between the parts that are split by heads."""
     split_indexer_rows: bool = True
     """Each tensor parallel rank selects for its share of the rows; otherwise every one selects for all."""
+    dynamic_cp: bool = False
+    """Cut a micro-batch of short documents over fewer context parallel ranks, several groups of which then share it."""
 
     def problems(self) -> Iterator[str]:
         yield from self._at_least(1, "dp_replicate", "dp_shard", "cp", "tp", "pp", "vpp", "ep")
@@ -878,6 +880,8 @@ class ParallelConfig(Checked):
             yield f"vpp={self.vpp} needs a pp above 1: one rank has no pipeline to cut finer"
         if self.pp > 1 and (self.schedule == "Interleaved1F1B") != (self.vpp > 1):
             yield f"schedule={self.schedule!r} does not fit vpp={self.vpp}: 1F1B has one chunk a rank"
+        if self.dynamic_cp and self.cp == 1:
+            yield "dynamic_cp=True needs a cp above 1: one rank cannot be grouped"
         if self.ep > 0 and (self.dp_shard * self.cp * self.tp) % self.ep:
             yield f"ep={self.ep} must divide dp_shard * cp * tp = {self.dp_shard * self.cp * self.tp}"
         if self.ep > 1 and self.tp > 1 and not self.sequence_parallel:

@@ -1,13 +1,16 @@
 """The plan of one rank's memory against measured peaks, and against counts by hand."""
 
 import dataclasses
+import gc
 import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -178,26 +181,92 @@ def test_peaks_of_two_ranks_are_those_measured(tmp_path):
             assert plan.peak - plan.standing["optimiser"] == pytest.approx(peak, rel=0.1), (name, plan)
 
 
+Events = list[dict[str, Any]]
+
+
+def alive_at_peak(events: Events) -> tuple[int, Counter[tuple[int, str]]]:
+    """(most bytes that were alive at once, how many allocations of each size and place then), of an allocator's trace.
+
+    A place is the last line of dsattn that led there: none in the backward of torch's own operations. What was
+    allocated before the trace began counts nothing, and its end nothing either.
+    """
+    alive: dict[int, tuple[int, str]] = {}
+    held = peak = 0
+    fullest: Counter[tuple[int, str]] = Counter()
+    for event in events:
+        if event["action"] == "alloc":
+            frames = [one for one in event.get("frames", ()) if "/dsattn/" in one["filename"]]
+            place = "{filename}:{line} {name}".format(**frames[0]).rpartition("/dsattn/")[2] if frames else "torch"
+            alive[event["addr"]] = event["size"], place
+            held += event["size"]
+        elif event["action"] == "free_completed" and event["addr"] in alive:
+            held -= alive.pop(event["addr"])[0]
+        if held > peak:
+            peak, fullest = held, Counter(alive.values())
+    return peak, fullest
+
+
+def test_a_trace_tells_what_was_alive():
+    line = {"filename": "/x/src/dsattn/ops/dsa.py", "line": 7, "name": "run"}
+    torch_line = {"filename": "/torch/nn.py", "line": 1, "name": "f"}
+    trace = [
+        {"action": "free_completed", "addr": 9, "size": 100},
+        {"action": "alloc", "addr": 1, "size": 4, "frames": [torch_line, line]},
+        {"action": "alloc", "addr": 2, "size": 5, "frames": [torch_line]},
+        {"action": "free_requested", "addr": 2, "size": 5},
+        {"action": "free_completed", "addr": 2, "size": 5},
+        {"action": "alloc", "addr": 2, "size": 4, "frames": [line]},
+        {"action": "alloc", "addr": 3, "size": 2},
+        {"action": "free_completed", "addr": 1, "size": 4},
+    ]
+    assert alive_at_peak(trace) == (10, {(4, "ops/dsa.py:7 run"): 2, (2, "torch"): 1})
+
+
+def breakdown(again: Callable[[], object]) -> str:
+    """What is alive at the peak of one more micro-batch, by size and place, largest first."""
+    torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=2**20, clear_history=True)
+    try:
+        again()
+        torch.cuda.synchronize()
+        events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    peak, fullest = alive_at_peak(events)
+    largest = sorted(fullest.items(), key=lambda item: -item[0][0] * item[1])[:12]
+    lines = [f"{count * size / 2**20:9.1f} MiB, {count} of {size:,}: {place}" for (size, place), count in largest]
+    return "\n".join([f"alive at the peak, beyond what stood before: {peak / 2**20:,.1f} MiB", *lines])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [8192, 32768])
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_peaks_on_a_gpu(tokens, policy, capsys):
+    """Of a step's second micro-batch; whatever else the process holds is left out."""
     small = RECIPES["small"]()
     run = dataclasses.replace(
         small,
         data=dataclasses.replace(small.data, pack_tokens=tokens),
         train=dataclasses.replace(small.train, recompute=policy, packs_per_step=1),
     )
+    gc.collect()
     torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
     *kept, again = step(run, "sparse", "cuda")
+    again()
+    stands = torch.cuda.memory_allocated() - before
     torch.cuda.reset_peak_memory_stats()
     again()
-    measured, plan = torch.cuda.max_memory_allocated(), accounting.memory_plan(run, "sparse")
-    del kept, again
+    measured, plan = torch.cuda.max_memory_allocated() - before, accounting.memory_plan(run, "sparse")
+    ratio = plan.peak / measured
     said = f"small, {tokens} tokens, recompute {policy}: plan {plan.peak / 2**30:.2f} GiB, {plan.moment}"
+    said += f"; measured {measured / 2**30:.2f} GiB, ratio {ratio:.3f}; the process held {before / 2**20:,.0f} MiB"
+    if not 0.9 < ratio < 1.1:
+        parts = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in plan.parts.items())
+        said += f"\nMiB planned: {parts}\nMiB standing: {stands / 2**20:,.0f}\n{breakdown(again)}"
+    del kept, again
     with capsys.disabled():
-        sys.stdout.write(f"\n{said}; measured {measured / 2**30:.2f} GiB, ratio {plan.peak / measured:.3f}\n")
-    assert plan.peak == pytest.approx(measured, rel=0.1), plan
+        sys.stdout.write(f"\n{said}\n")
+    assert 0.9 < ratio < 1.1, said
 
 
 def of(model: str = "mla", tokens: int = 4096, policy: str = "none", **parallel: int) -> RunConfig:

@@ -43,22 +43,46 @@ def test_sums_over_keys_and_contributions():
 
 
 def test_the_loss_takes_a_target():
+    """Forward, then backward: there it is not made again, but each slot's part is, where bits must repeat."""
     sums = 4 * 8192 * 64
-    assert scratch.indexer_loss(*reversed(kept_of(8192)), "cuda") == sums + 4 * 8192 * 2048
-    assert scratch.indexer_loss(*reversed(kept_of(8192, "warmup")), "cuda") == sums + 2 * 4 * 8192**2
-    assert scratch.indexer_loss(*reversed(kept_of(8192, "frozen")), "cuda") == 0
+    sparse, fixed = reversed(kept_of(8192)), reversed(kept_of(8192, deterministic=True))
+    assert scratch.loss_target(*reversed(kept_of(8192)), "cuda") == 4 * 8192 * 2048
+    assert scratch.loss_target(*reversed(kept_of(2**20)), "cuda") == GIB
+    assert scratch.indexer_loss(*sparse, "cuda") == sums
+    rows = GIB // (2 * 2048 * 64)
+    assert scratch.indexer_loss(*fixed, "cuda") == sums + rows * 2048 * (2 * 64 + 32)
+    assert scratch.loss_target(*reversed(kept_of(2048, "warmup")), "cuda") == 2 * 4 * 2048**2
+    assert scratch.indexer_loss(*reversed(kept_of(8192, "warmup")), "cuda") == sums + GIB // 4
+    for one in (scratch.loss_target, scratch.indexer_loss, scratch.probabilities):
+        assert one(*reversed(kept_of(8192, "frozen")), "cuda") == 0
+
+
+@pytest.mark.parametrize("tokens", [2, 4096, 8192, 2**15])
+def test_probabilities_are_those_of_a_run(tokens):
+    pytest.importorskip("triton")
+    from dsattn.backends.hopper.dsa_attention import rows_of_run
+
+    here, one = kept_of(tokens)
+    rows = rows_of_run(tokens, 16, 2048)
+    assert scratch.probabilities(one, here, "cuda") == rows * 2048 * 64 * (2 + 4 / 64)
+    assert scratch.probabilities(one, here, "cpu") == 0
+    assert scratch.probabilities(dataclasses.replace(one, itemsize=4), here, "cuda") == 0
 
 
 def test_budgets_are_those_of_the_kernels():
     pytest.importorskip("triton")
-    from dsattn.backends.hopper import sparse_mla
-    from dsattn.backends.triton import indexer_kl, sparse_gqa
+    from dsattn.backends.hopper import dsa_attention, sparse_mla
+    from dsattn.backends.triton import indexer_kl, indexer_kl_dense, sparse_gqa
     from dsattn.ops import blocks, indexer, select
 
     assert scratch.CONTRIBUTIONS == sparse_mla.SCRATCH_BYTES
     assert scratch.CONTRIBUTIONS_FROM == sparse_mla.CONTRIBUTIONS_FROM
     assert scratch.GQA_CONTRIBUTIONS == sparse_gqa.SCRATCH_BYTES
+    assert scratch.PROBABILITIES == sparse_mla.SCRATCH_BYTES
+    assert (*scratch.HOPPER_WIDTHS, scratch.HOPPER_HEADS) == (*sparse_mla.WIDTHS, sparse_mla.HEADS)
+    assert (scratch.HOPPER_VALUE_WIDTH, scratch.HOPPER_TILE) == (sparse_mla.VALUE_WIDTH, dsa_attention.KEYS)
     assert scratch.TARGET == indexer_kl.SCRATCH_BYTES
+    assert scratch.RANGES == indexer_kl_dense.SCRATCH_BYTES
     assert scratch.CPU_BLOCK == blocks._CPU_BYTES
     assert indexer.tile_shape(torch.device("cpu"))[0] == scratch.CPU_TILE_ROWS
     assert scratch.CPU_SCORE == select._BYTES_PER_SCORE

@@ -12,6 +12,9 @@ import signal
 import subprocess
 import sys
 import time
+import unittest.mock
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +37,14 @@ from dsattn.config import (
 )
 from dsattn.keys import Layout
 from dsattn.model.decoder import Decoder
-from dsattn.parallel.apply import apply
+from dsattn.model.stage import MicroBatch
+from dsattn.parallel.apply import Parallel, apply
 from dsattn.parallel.gradients import clip
 from dsattn.parallel.mesh import ParallelMesh, build_mesh
+from dsattn.training import loader
 from dsattn.training.data import IGNORED_LABEL, Pack
+from dsattn.training.evaluation import evaluate
+from dsattn.training.health import Health
 from dsattn.training.stages import set_mode
 from dsattn.training.step import accumulate_gradients
 
@@ -78,7 +85,7 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One cell: a mesh, a model, a mode, settings of the step. pending: why it cannot run yet."""
+    """One cell: a mesh, a model, a mode, settings of the step, its documents, and whether an evaluation follows."""
 
     name: str
     mesh: dict[str, Any]
@@ -86,6 +93,8 @@ class Case:
     mode: Any = "sparse"
     train: dict[str, Any] = dataclasses.field(default_factory=dict)
     balance_weight: float = 0.0
+    evaluates: bool = False
+    documents: str = "mixed"
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -94,7 +103,7 @@ class Case:
     @property
     def alone(self) -> str:
         """Cases of one name have one reference: neither micro-batches nor recompute change what one process finds."""
-        return f"{self.model}, {self.mode}, {self.balance_weight}"
+        return f"{self.model}, {self.mode}, {self.balance_weight}, {self.documents}"
 
 
 ONE = {"packs_per_micro_batch": 1}
@@ -103,7 +112,7 @@ SELECTIVE = {"recompute": "selective"}
 
 CASES = [
     Case("shards", {"dp_shard": 2}),
-    Case("shards, micro-batches, sharing, recompute", {"dp_shard": 2}, "sharing", train=ONE | FULL),
+    Case("shards, micro-batches, sharing, recompute", {"dp_shard": 2}, "sharing", train=ONE | FULL, evaluates=True),
     Case("shards, dense", {"dp_shard": 2}, mode="dense"),
     Case("shards, warm-up", {"dp_shard": 2}, "sharing", "warmup", ONE),
     Case("shards, fixed indexers", {"dp_shard": 2}, "gqa", "frozen", SELECTIVE),
@@ -111,31 +120,42 @@ CASES = [
     Case("replicas", {"dp_replicate": 2}, "sharing", train=ONE | SELECTIVE),
     Case("replicas of shards", {"dp_replicate": 2, "dp_shard": 2}, "sharing", train=ONE | FULL),
     Case("context", {"cp": 2}, "plain", train=ONE),
-    Case("context, sharing, recompute", {"cp": 2}, "sharing", train=SELECTIVE),
+    Case("context, sharing, recompute", {"cp": 2}, "sharing", train=SELECTIVE, evaluates=True),
     Case("context of four", {"cp": 4}, "sharing", train=FULL),
     Case("context, shards", {"cp": 2, "dp_shard": 2}, "sharing", train=ONE | FULL),
     Case("tensor", {"tp": 2}, "plain"),
     Case("tensor, sharing, recompute", {"tp": 2}, "sharing", train=FULL),
-    Case("tensor, whole rows", {"tp": 2, "sequence_parallel": False}, "sharing", train=SELECTIVE),
-    Case("tensor, context", {"tp": 2, "cp": 2}, "sharing", train=SELECTIVE),
+    Case("tensor, whole rows", {"tp": 2, "sequence_parallel": False}, "sharing", train=SELECTIVE, evaluates=True),
+    Case("tensor, context", {"tp": 2, "cp": 2}, "sharing", train=SELECTIVE, evaluates=True),
     Case("tensor, shards", {"tp": 2, "dp_shard": 2}, "sharing", "warmup"),
     Case("pipeline", {"pp": 2}, "sharing", train=ONE),
     Case("pipeline, MTP alone, recompute", {"pp": 2, "pipeline_layout": "Etttt|mmL"}, "sharing", train=ONE | FULL),
-    Case("pipeline, interleaved", {"pp": 2, "vpp": 2, "schedule": "Interleaved1F1B"}, "plain", train=ONE),
+    Case(
+        "pipeline, interleaved", {"pp": 2, "vpp": 2, "schedule": "Interleaved1F1B"}, "plain", train=ONE, evaluates=True
+    ),
     Case("pipeline, context", {"pp": 2, "cp": 2}, "sharing", train=ONE | FULL),
-    Case("pipeline, tensor", {"pp": 2, "tp": 2}, "gqa", train=ONE),
+    Case("pipeline, tensor", {"pp": 2, "tp": 2}, "gqa", train=ONE, evaluates=True),
     Case("pipeline, shards", {"pp": 2, "dp_shard": 2}, "sharing", train=ONE | SELECTIVE),
+    Case("groups of context", {"cp": 4, "dynamic_cp": True}, "sharing", train=ONE, documents="short"),
+    Case("groups of context, tensor", {"cp": 2, "tp": 2, "dynamic_cp": True}, train=ONE, documents="short"),
+    Case("groups of context, pipeline", {"cp": 2, "pp": 2, "dynamic_cp": True}, train=ONE, documents="short"),
     Case("experts", {"dp_shard": 2, "ep": 2}, "experts", balance_weight=0.1),
     Case("experts, shards", {"dp_shard": 4, "ep": 2}, "experts", train=ONE | FULL),
     Case("experts, tensor, context", {"tp": 2, "cp": 2, "ep": 2}, "experts"),
 ]
 
 
-def packs() -> list[Pack]:
-    """Four packs of 48 rows; documents of 1, 2, 3 and 7 tokens among longer ones, one pack padded, one nearly empty."""
+DOCUMENTS = {  # of 1, 2, 3 and 7 tokens among longer ones, a pack that is padded, one nearly empty
+    "mixed": ([30, 18], [1, 2, 3, 7, 21], [44, 1, 3], [2]),
+    "short": ([24, 24], [12, 12, 12, 12], [44, 1, 3], [10, 14, 10, 14]),  # for 2, 1, 4 and 2 of four ranks
+}
+
+
+def packs(documents: str) -> list[Pack]:
+    """Four packs of 48 rows."""
     generator = torch.Generator().manual_seed(3)
     made = []
-    for lengths in ([30, 18], [1, 2, 3, 7, 21], [44, 1, 3], [2]):
+    for lengths in DOCUMENTS[documents]:
         layout = Layout.packed(lengths, total=48)
         tokens = torch.randint(0, 256, (48,), generator=generator)
         labels = tokens.roll(-1)
@@ -151,16 +171,40 @@ def run_alone(case: Case) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Decoder(MODELS[case.model])
     set_mode(model, case.mode)
-    losses = accumulate_gradients(model, packs(), stage, TrainConfig(packs_per_step=4, packs_per_micro_batch=2))
+    losses = accumulate_gradients(
+        model, packs(case.documents), stage, TrainConfig(packs_per_step=4, packs_per_micro_batch=2)
+    )
     gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
-    return {"losses": losses, "gradients": gradients, "norm": norm}
+    held_out = evaluate(Parallel(model, ParallelMesh()), packs(case.documents), stage, TrainConfig())
+    return {"losses": losses, "gradients": gradients, "norm": norm, "held_out": held_out}
+
+
+@contextlib.contextmanager
+def seeing_groups() -> Iterator[set[int]]:
+    """How many context-parallel ranks shared a micro-batch, each number once."""
+    sizes: set[int] = set()
+    place = loader.place
+
+    def seen(*args: Any) -> MicroBatch:
+        micro = place(*args)
+        rows = micro.layout if micro.layout.whole is None else micro.layout.whole
+        sizes.add(rows.num_keys // len(rows.rows))
+        return micro
+
+    with unittest.mock.patch.object(loader, "place", seen):
+        yield sizes
 
 
 @functools.cache
-def mesh_of(parallel: ParallelConfig) -> ParallelMesh:
+def groups_of(parallel: ParallelConfig) -> ParallelMesh:
     """Groups of processes cost more than a step here, and cases may share them."""
     return build_mesh(parallel, "cpu")
+
+
+def mesh_of(parallel: ParallelConfig) -> ParallelMesh:
+    """How micro-batches go to groups is no matter of the mesh."""
+    return dataclasses.replace(groups_of(dataclasses.replace(parallel, dynamic_cp=False)), config=parallel)
 
 
 def run_case(case: Case, alone: dict[str, Any]) -> dict[str, Any]:
@@ -170,7 +214,8 @@ def run_case(case: Case, alone: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     whole = apply(model, mesh_of(case.parallel), train)
     set_mode(whole.model, case.mode)
-    found = accumulate_gradients(whole, packs(), stage, train)
+    with seeing_groups() as sizes:
+        found = accumulate_gradients(whole, packs(case.documents), stage, train)
     expected, wanted = alone["losses"], alone["gradients"]
     gradients = {}
     for name, parameter in whole.model.named_parameters():
@@ -181,13 +226,17 @@ def run_case(case: Case, alone: dict[str, Any]) -> dict[str, Any]:
         gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         gradients[name] = float((gradient - reference).abs().max() / reference.abs().max().clamp(min=1e-12))
     clipped = clip(whole.model.named_parameters(), 1e-3, whole.mesh, whole.copies)
+    measured = evaluate(whole, packs(case.documents), stage, train) if case.evaluates else alone["held_out"]
     return {
         "gradients": gradients,
         "losses": {
             "lm": _relative(found.lm, expected.lm),
             "norm": _relative(clipped, alone["norm"]),
             "rows": abs(found.rows - expected.rows),
+            "groups": float(case.parallel.dynamic_cp and sizes != {1, 2, case.parallel.cp}),
             "balance": _relative(found.balance or 0.0, expected.balance or 0.0),
+            "held out": _relative(measured[0], alone["held_out"][0]),
+            "health": _apart(measured[1], alone["held_out"][1]),
             **{f"kl {layer}": _relative(found.kl.get(layer, 0.0), value) for layer, value in expected.kl.items()},
             **{
                 f"mtp {depth}": _relative(a, b)
@@ -205,6 +254,19 @@ def run_case(case: Case, alone: dict[str, Any]) -> dict[str, Any]:
 def _relative(a: float, b: float) -> float:
     """A loss near zero is a difference of numbers near one, and rounded as they are."""
     return abs(a - b) / max(abs(b), 0.1)
+
+
+def _apart(found: Any, expected: Any) -> float:
+    """The largest difference of two trees of numbers; infinite where they have other shapes, or nothing is there."""
+    if isinstance(expected, Health) and isinstance(found, Health):
+        return _apart(found.to_dict(), expected.to_dict()) if expected.layers else float("inf")
+    if isinstance(expected, dict):
+        return max(_apart(found.get(name), value) for name, value in expected.items())
+    if isinstance(expected, list):
+        return max((_apart(a, b) for a, b in zip_longest(found, expected)), default=0.0)
+    if isinstance(expected, float) and found is not None:
+        return _relative(found, expected)
+    return 0.0 if found == expected else float("inf")
 
 
 def main(rank: int, world: int, folder: Path, references: Path) -> None:

@@ -11,6 +11,7 @@ from dsattn.model.decoder import Decoder
 from dsattn.parallel.apply import Parallel
 from dsattn.parallel.mesh import ParallelMesh
 from dsattn.training import evaluation
+from dsattn.training.health import Survey
 from dsattn.training.metrics import held_out_loss, indexer_health
 from dsattn.training.packs import RawPack, finish
 
@@ -37,11 +38,11 @@ def test_one_rank_measures_what_it_always_did(model: Decoder, mode) -> None:
     assert health == (None if mode == "dense" else indexer_health(model, PACKS))
 
 
-def test_packs_that_are_shared_out_have_the_same_loss(model: Decoder) -> None:
+def test_packs_that_are_shared_loss_have_the_same_loss(model: Decoder) -> None:
     whole = Parallel(model, ParallelMesh())
-    loss = evaluation._shared_out(whole, PACKS, StageConfig(mode="sparse"), TrainConfig())
+    loss = evaluation._shared_loss(whole, PACKS, StageConfig(mode="sparse"), TrainConfig())
     assert loss == pytest.approx(held_out_loss(model, PACKS, "sparse"), rel=1e-6)
-    assert math.isnan(evaluation._shared_out(whole, [evaluation._empty(PACKS[0])], StageConfig(), TrainConfig()))
+    assert math.isnan(evaluation._shared_loss(whole, [evaluation._empty(PACKS[0])], StageConfig(), TrainConfig()))
 
 
 def test_a_pack_of_padding_fills_up(model: Decoder) -> None:
@@ -50,16 +51,41 @@ def test_a_pack_of_padding_fills_up(model: Decoder) -> None:
     for rank in range(3):
         mesh = ParallelMesh(ParallelConfig(dp_shard=3), global_rank=rank)
         object.__setattr__(mesh, "group", lambda name: None)
-        parts.append(evaluation._shared_out(Parallel(model, mesh), PACKS, StageConfig(mode="sparse"), TrainConfig()))
+        parts.append(evaluation._shared_loss(Parallel(model, mesh), PACKS, StageConfig(mode="sparse"), TrainConfig()))
     assert sum(parts) == pytest.approx(held_out_loss(model, PACKS, "sparse"), rel=1e-6)
     assert parts[2] == 0
 
 
-def test_health_without_whole_rows_is_a_note(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = ParallelMesh(ParallelConfig(cp=2))
-    monkeypatch.setattr(evaluation, "_shared_out", lambda *_: 1.0)
-    loss, health = evaluation.evaluate(Parallel(model, mesh), PACKS, StageConfig(mode="sparse"), TrainConfig())
-    assert loss == 1.0
-    assert health is not None
-    assert (health.layers, health.rows) == ([], 0)
-    assert "dsattn inspect" in health.note
+def test_health_of_packs_that_are_shared_out_adds_up(model: Decoder) -> None:
+    """Three ranks for two packs, summed by hand; one rank alone would have rows of one pack, or none."""
+    expected = indexer_health(model, PACKS)
+    assert expected.rows > 0
+    alone = evaluation._shared_health(Parallel(model, ParallelMesh()), PACKS, TrainConfig())
+    assert alone == expected
+    sums: list[list[torch.Tensor]] = []
+
+    def take(survey: Survey, groups: list) -> None:
+        assert groups == []
+        mine = [part for tally in survey.tallies.values() for part in tally.sums()]
+        sums.append([part.clone() for part in mine])
+        if len(sums) == 3:
+            for part, *parts in zip(mine, *sums, strict=True):
+                part.copy_(sum(parts))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Survey, "sum_over", take)
+        for rank in range(3):
+            mesh = ParallelMesh(ParallelConfig(dp_shard=3), global_rank=rank)
+            object.__setattr__(mesh, "group", lambda name: None)
+            health = evaluation._shared_health(Parallel(model, mesh), PACKS, TrainConfig())
+    assert [int(parts[0].sum()) for parts in sums] == [9, 2, 0]
+    for found, wanted in zip(health.layers, expected.layers, strict=True):
+        assert found.recall == pytest.approx(wanted.recall, rel=1e-6)
+        assert (found.rows, found.distances) == (wanted.rows, wanted.distances)
+
+
+def test_nothing_to_measure_is_a_note(model: Decoder) -> None:
+    short = [finish(RawPack(np.arange(4, dtype=np.int32), [4]), 16, pad=0)]
+    health = evaluation._shared_health(Parallel(model, ParallelMesh()), short, TrainConfig())
+    assert health == indexer_health(model, short)
+    assert "no row sees more" in health.note

@@ -26,8 +26,9 @@ from dsattn.nn.indexer import IndexerOutput
 from dsattn.nn.state import Observation, Pass
 from dsattn.ops import blocks
 from dsattn.training.data import Pack
-from dsattn.training.health import Health, evaluating, indexer_health
+from dsattn.training.health import Health, indexer_health
 from dsattn.training.loop import load_run, train
+from dsattn.training.observed import evaluating
 from dsattn.training.report import closing_table
 
 TOP_K = 4
@@ -42,8 +43,9 @@ class Scripted(nn.Module):
         self.config = SimpleNamespace(
             dsa=DSAConfig(indexer=IndexerConfig(top_k=top_k, relu=relu)),
             attention=SimpleNamespace(heads=observations[0].q.shape[1]),
+            num_layers=1,
+            selection_sources=(0,),
         )
-        self.model = SimpleNamespace(sources=[0])
         self.observations = iter(observations)
 
     def forward(self, tokens, layout, run: Pass):

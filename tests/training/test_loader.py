@@ -8,8 +8,9 @@ from dsattn.config import ParallelConfig
 from dsattn.errors import InputError
 from dsattn.keys import Layout
 from dsattn.model.mtp import look_ahead
+from dsattn.nn.ranks import OneRank
 from dsattn.parallel.mesh import ParallelMesh
-from dsattn.training.loader import deal, micro_batches, place, to_device
+from dsattn.training.loader import deal, micro_batches, place, spread, to_device
 from dsattn.training.packs import IGNORED_LABEL, Pack
 
 
@@ -45,8 +46,10 @@ def test_packs_are_dealt_by_visible_pairs() -> None:
         ParallelConfig(cp=2),
         ParallelConfig(tp=2, cp=2),
         ParallelConfig(tp=2, dp_replicate=2, sequence_parallel=False),
+        ParallelConfig(cp=4, dp_shard=2, dynamic_cp=True),
+        ParallelConfig(cp=2, tp=2, dynamic_cp=True),
     ],
-    ids=str,
+    ids=lambda config: f"cp {config.cp} tp {config.tp} dp {config.batch_ranks} dynamic {config.dynamic_cp}",
 )
 def test_every_real_row_is_on_one_rank(config: ParallelConfig) -> None:
     """Tokens and labels of all ranks are those of the packs; ranks of tp have the same rows without row shards."""
@@ -54,7 +57,8 @@ def test_every_real_row_is_on_one_rank(config: ParallelConfig) -> None:
     for mesh in ranks(config):
         if mesh.rank("tp") and not config.sequence_parallel:
             continue
-        for micro in micro_batches(PACKS, mesh, 1):
+        groups = dict.fromkeys((1, 2, 4)[: config.cp // 2 + 1]) if config.dynamic_cp else None
+        for micro in micro_batches(PACKS, mesh, 1, 0, groups):
             real = micro.layout.real_rows
             seen += list(zip(micro.tokens[real].tolist(), micro.labels[real].tolist(), strict=True))
             assert (micro.labels[~real] == IGNORED_LABEL).all()
@@ -75,6 +79,36 @@ def test_ranks_see_the_tokens_ahead_that_the_whole_pack_has() -> None:
                 assert part.tokens_ahead[:, column].tolist() == ahead[token]
         assert part.layout.whole is not None
         assert part.layout.whole.rows.shape[0] == 2 * len(part.tokens)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "wanted"),
+    [
+        ([24, 24], [[0], [1]]),
+        ([12] * 4, [[0], [1], [2], [3]]),
+        ([44, 1, 3], [[0, 1, 2]]),  # no group has room for the first
+        ([10, 14, 10, 14], [[0, 1], [2, 3]]),  # four groups would not weigh the same
+        ([20] + [5] * 28, [list(range(29))]),  # nor two
+        ([1] * 8, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ([], [[], [], [], []]),
+        ([0, 0], [[0, 1], [], [], []]),
+    ],
+)
+def test_documents_go_to_the_smallest_groups_that_fit(lengths: list[int], wanted: list[list[int]]) -> None:
+    assert spread(lengths, 4, 1, [1, 2, 4]) == wanted
+    assert spread(lengths, 4, 1, [4]) == [list(range(len(lengths)))]
+    rows = {mesh.rank("cp"): place([pack(lengths, 200)], mesh) for mesh in ranks(ParallelConfig(cp=4))}
+    for mesh in ranks(ParallelConfig(cp=4, dynamic_cp=True)):
+        micro = place([pack(lengths, 200)], mesh, 0, dict.fromkeys((1, 2, 4)))
+        assert len(micro.tokens) <= len(rows[mesh.rank("cp")].tokens), "memory is planned for these"
+        assert micro.layout.num_keys == len(micro.tokens) * 4 // len(wanted)
+
+
+def test_a_micro_batch_says_who_shares_it() -> None:
+    groups = {1: None, 2: OneRank(), 4: OneRank()}
+    for lengths, size in (([24, 24], 2), ([12] * 4, 1), ([48], 4)):
+        for mesh in ranks(ParallelConfig(cp=4, dynamic_cp=True)):
+            assert place([pack(lengths, 48)], mesh, 1, groups).ranks is groups[size]
 
 
 def test_context_parallel_ranks_have_nearly_as_many_pairs() -> None:

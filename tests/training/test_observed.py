@@ -14,9 +14,9 @@ LAYOUT = Layout.packed([7, 2, 9])
 
 def test_counted_rows_are_spread_evenly() -> None:
     pack = Pack(torch.zeros(18, dtype=torch.int64), torch.full((18,), -100), LAYOUT, 0)
-    assert counted_rows(pack, 3, None).tolist() == [3, 4, 5, 6, 12, 13, 14, 15, 16, 17]
-    assert counted_rows(pack, 3, 2).tolist() == [5, 15]
-    assert counted_rows(pack, 9, None).tolist() == []
+    assert counted_rows(pack.layout, 3).tolist() == [3, 4, 5, 6, 12, 13, 14, 15, 16, 17]
+    assert counted_rows(pack.layout, 3, 2).tolist() == [5, 15]
+    assert counted_rows(pack.layout, 9).tolist() == []
 
 
 @pytest.mark.parametrize("rows_of_a_block", [1, 3, 100])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,19 @@ def test_a_trained_indexer_is_never_thrown_away(tmp_path: Path) -> None:
     train = _config(tmp_path / "b", init_from=str(tmp_path / "a"), fresh_indexer=True).train
     with pytest.raises(InputError, match="throw away an indexer trained for 7 steps"):
         init_weights(Decoder(MODEL), train)
+
+
+def test_weights_arrive_one_at_a_time(tmp_path: Path, peak_bytes: Callable[[Callable[[], object]], int]) -> None:
+    """A rank that has room for its parts and one whole weight can begin from any checkpoint."""
+    model = dataclasses.replace(MODEL, hidden_size=256, intermediate_size=256, num_layers=4)
+    config = dataclasses.replace(_config(tmp_path / "a"), model=model)
+    source, _ = _saved(config)
+    target = Decoder(model)
+    train = _config(tmp_path / "b", init_from=str(tmp_path / "a")).train
+    peak = peak_bytes(lambda: init_weights(target, train))
+    sizes = [one.nbytes for one in source.parameters()]
+    assert peak <= 2 * max(sizes) < sum(sizes) / 4, (peak, max(sizes), sum(sizes))
+    assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
 
 
 def test_write_json_leaves_no_half_file(tmp_path: Path) -> None:

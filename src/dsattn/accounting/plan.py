@@ -16,7 +16,7 @@ from typing import Literal
 from dsattn.accounting.kept import FP32, Kept
 from dsattn.accounting.memory import layer_parts_kept, refuse_uncounted, row_memory, weight_copies
 from dsattn.accounting.place import Place, Weights, learning, place
-from dsattn.accounting.scratch import attention_backward, indexer_loss, logits, selection
+from dsattn.accounting.scratch import attention_backward, indexer_loss, logits, loss_target, probabilities, selection
 from dsattn.config import Mode, RunConfig
 
 Device = Literal["cpu", "cuda"]
@@ -140,7 +140,7 @@ def _moments(here: Place, kept: list[Kept], run: RunConfig, device: Device) -> d
         name = f"{one.layer.role} layer"
         stream = 2 * FP32 * run.model.hidden_size // here.stream_shards
         if one.runs_again:
-            scratch = attention_backward(one, here, device) + indexer_loss(one, here, device)
+            scratch = max(attention_backward(one, here, device), indexer_loss(one, here, device))  # one after the other
             behind = -mlp if policy != "selective" else 0
             moments[f"attention of a {name}, backward"] = {
                 **_again(rows * (again + behind)),
@@ -153,7 +153,8 @@ def _moments(here: Place, kept: list[Kept], run: RunConfig, device: Device) -> d
                 **_again(rows * again),
                 "gradients in flight": rows * (_mlp_gradients(one) + stream),
             }
-        scratch = selection(one, here, device)
+        left = probabilities(one, here, device) if policy == "none" else 0  # a replay repeats no loss
+        scratch = max(selection(one, here, device), left, loss_target(one, here, device))
         if one.backbone_learns:
             first = sum(one.of_attention().values()) if policy != "none" else -mlp
         else:

@@ -13,10 +13,15 @@ from dsattn.config import GQAConfig
 
 CPU_BLOCK = 2**24  # `ops.blocks`
 CPU_TILE_ROWS, CPU_SCORE = 128, 32  # `ops.indexer`, `ops.select`: rows scored at a time, bytes a score
+HOPPER_WIDTHS, HOPPER_VALUE_WIDTH, HOPPER_HEADS = (512, 576), 512, 64  # its kernels of sparse MLA; heads of a block
+HOPPER_TILE = 64  # slots
+PROBABILITIES = 2**31  # sparse MLA's forward on Hopper, where it makes the target of the indexer's loss
 CONTRIBUTIONS = 2**31  # sparse MLA's backward on Hopper
 CONTRIBUTIONS_FROM = 40960  # so many keys; below, its sums are added by atomics unless `deterministic`
 GQA_CONTRIBUTIONS = 2**30
-TARGET = 2**30  # the indexer's loss
+TARGET = 2**30  # the indexer's loss over selected keys
+RANGES = 2**28  # over ranges: target and scores
+SORTED_SLOT = 32  # bytes of a slot while slots are sorted by key
 LOGIT_ROWS = 4096  # of `Decoder.lm_loss`
 
 
@@ -35,6 +40,25 @@ def selection(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
     else:
         size = FP32
     return min(one.config.dsa.block_bytes, size * rows * here.keys // one.config.dsa.indexer.pool_size)
+
+
+def probabilities(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
+    """What the Hopper forward leaves of a run of rows for the indexer's loss: P in bf16, and its tops."""
+    if device == "cpu" or not (one.has_loss and _on_hopper(one)) or here.indexer_shards > 1:
+        return 0
+    blocks = -(-one.config.attention.heads // HOPPER_HEADS)
+    tiles = -(-one.config.dsa.indexer.top_k // HOPPER_TILE)
+    a_row = blocks * tiles * HOPPER_HEADS * (2 * HOPPER_TILE + FP32)
+    runs = -(-here.rows // max(1, PROBABILITIES // a_row))
+    return a_row * -(-here.rows // max(runs, 1))
+
+
+def _on_hopper(one: Kept) -> bool:
+    """Whether sparse MLA's Hopper kernels take this layer."""
+    attention = one.config.attention
+    if not one.sparse or isinstance(attention, GQAConfig) or one.itemsize != 2:
+        return False
+    return attention.latent_width in HOPPER_WIDTHS and attention.kv_lora_rank == HOPPER_VALUE_WIDTH
 
 
 def attention_backward(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
@@ -67,13 +91,25 @@ def _cpu_attention(one: Kept, here: Place) -> int:
     return block * FP32 * one.config.dsa.indexer.top_k * 3 * (width + heads)
 
 
+def loss_target(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
+    """The target of a block of rows, in the forward of the indexer's loss; over ranges its scores, too."""
+    if not one.has_loss or device == "cpu":
+        return 0
+    column = FP32 * (here.rows // here.indexer_shards)
+    return min(TARGET, column * one.config.dsa.indexer.top_k) if one.sparse else min(RANGES, 2 * column * here.keys)
+
+
 def indexer_loss(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
-    """The target of a block of rows, and the gradient of the keys in fp32."""
+    """The gradient of the keys in fp32; what each slot adds to it, or over ranges the forward's buffers again."""
     if not one.has_loss:
         return 0
     indexer, rows = one.config.dsa.indexer, here.rows // here.indexer_shards
     if device == "cpu":
         return 0 if one.sparse else 9 * CPU_BLOCK // 8
     sums = FP32 * here.keys * indexer.head_dim
-    columns = indexer.top_k if one.sparse else 2 * here.keys
-    return sums + min(TARGET, FP32 * rows * columns)
+    if not one.sparse:
+        return sums + loss_target(one, here, device)
+    if one.config.dsa.deterministic is not True:
+        return sums
+    run = min(rows, max(1, TARGET // (one.itemsize * indexer.top_k * indexer.head_dim)))
+    return sums + run * indexer.top_k * (one.itemsize * indexer.head_dim + SORTED_SLOT)

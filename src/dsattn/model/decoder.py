@@ -23,7 +23,9 @@ from dsattn.model.mtp import IGNORED_LABEL, predict_ahead, shifted
 from dsattn.model.sharing import Sharing
 from dsattn.nn import LightningIndexer
 from dsattn.nn.attention import SelfAttention, without_padding
+from dsattn.nn.draw import normal_
 from dsattn.nn.embedding import Embedding
+from dsattn.nn.linear import local
 from dsattn.nn.linear_attention import KDASelfAttention
 from dsattn.nn.norm import RMSNorm
 from dsattn.nn.state import SPARSE, LayerCache, Pass
@@ -148,10 +150,13 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.model = Backbone(config)
-        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if not self.model.embed_tokens.weight.is_meta:
-            self.reset_parameters()
+        device = torch.get_default_device()
+        with torch.device("meta"):  # layers of torch would draw weights that nobody wants
+            self.model = Backbone(config)
+            tied = config.tie_embeddings
+            self.lm_head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if device.type != "meta":
+            self.to_empty(device=device).reset_parameters()
 
     def forward(
         self,
@@ -240,6 +245,7 @@ class Decoder(nn.Module):
 
         Normal with `init_std`, divided by sqrt(2 num_layers) where a projection adds to the residual stream; norms are
         identities, sinks and routing biases zero; for linear attention see `KDASelfAttention.reset_parameters`.
+        Ranks that hold parts of weights get their parts of what one process would draw: see `nn/draw.py`.
         """
         std = self.config.init_std
         residual = std / math.sqrt(2 * self.config.num_layers)
@@ -248,7 +254,7 @@ class Decoder(nn.Module):
                 module.reset_parameters(std, generator)
             elif isinstance(module, nn.Linear | nn.Embedding):
                 adds = name.endswith(("o_proj", "down_proj"))
-                nn.init.normal_(module.weight, std=residual if adds else std, generator=generator)
+                normal_(module.weight, residual if adds else std, generator)
             elif isinstance(module, RMSNorm):
                 module.reset_parameters()
             elif isinstance(module, MoE):
@@ -256,7 +262,7 @@ class Decoder(nn.Module):
             elif isinstance(module, KDASelfAttention):
                 module.reset_parameters(std, generator)
             elif isinstance(module, SelfAttention) and module.sinks is not None:
-                nn.init.zeros_(module.sinks)
+                nn.init.zeros_(local(module.sinks))
 
     def reset_indexers(self, generator: torch.Generator | None = None) -> None:
         """Fresh weights for every indexer, nothing else."""

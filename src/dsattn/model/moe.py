@@ -23,6 +23,7 @@ from dsattn.errors import InputError
 from dsattn.keys import KeyRange, Layout
 from dsattn.model.mlp import SwiGLU
 from dsattn.nn.attention import without_padding
+from dsattn.nn.draw import normal_
 from dsattn.nn.linear import local
 from dsattn.nn.state import SPARSE, Pass
 from dsattn.ops import select_topk
@@ -147,7 +148,8 @@ class MoE(nn.Module):
         self.experts = Experts(hidden_size, config)
         shared = config.shared_experts * config.intermediate_size
         self.shared_experts = SwiGLU(hidden_size, shared) if shared else None
-        self.reset_parameters(0.02, 0.02)
+        if not self.gate.weight.is_meta:
+            self.reset_parameters(0.02, 0.02)
 
     def forward(self, hidden: Tensor, layout: Layout, run: Pass) -> tuple[Tensor, Routing]:
         """hidden [T, M] -> ([T, M], zeros in padding rows; where the rows went). Reads no padding.
@@ -175,10 +177,10 @@ class MoE(nn.Module):
     @torch.no_grad()
     def reset_parameters(self, std: float, residual_std: float, generator: torch.Generator | None = None) -> None:
         """Fresh weights of router and routed experts; residual_std: of what adds to the residual stream."""
-        nn.init.normal_(self.gate.weight, std=std, generator=generator)
+        normal_(self.gate.weight, std, generator)
         nn.init.zeros_(self.gate.e_score_correction_bias)
-        nn.init.normal_(self.experts.gate_up_proj, std=std, generator=generator)
-        nn.init.normal_(self.experts.down_proj, std=residual_std, generator=generator)
+        normal_(self.experts.gate_up_proj, std, generator)
+        normal_(self.experts.down_proj, residual_std, generator)
 
 
 def sequence_balance(

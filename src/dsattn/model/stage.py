@@ -25,15 +25,11 @@ from dsattn.config import ModelConfig, StageConfig
 from dsattn.errors import ConfigError
 from dsattn.keys import Layout
 from dsattn.model.decoder import Decoder, DecoderOutput
-from dsattn.model.moe import MoE, Routing
+from dsattn.model.moe import Routing
 from dsattn.model.mtp import shifted
 from dsattn.model.sharing import Sharing
-from dsattn.nn import LightningIndexer
-from dsattn.nn.linear_attention import KDASelfAttention
 from dsattn.nn.ranks import Ranks
 from dsattn.nn.state import Pass
-
-_DRAWN = (nn.Linear, nn.Embedding, MoE, KDASelfAttention, LightningIndexer)  # take random numbers when they are reset
 
 
 @dataclass(frozen=True)
@@ -140,13 +136,14 @@ class Task:
 class DecoderStage(Decoder):
     """The parts of a `Decoder` that `chunk` holds; the others are None, layers keep their index.
 
-    Fresh weights are those of the whole model, which is made and let go; where that is too much, make the stage on the
-    meta device, and call `reset_parameters` later: it draws as that of the whole model does.
+    Fresh weights are those of the whole model, of which no other part is drawn.
     """
 
     def __init__(self, config: ModelConfig, chunk: Chunk):
         nn.Module.__init__(self)
-        whole = Decoder(config)
+        device = torch.get_default_device()
+        with torch.device("meta"):
+            whole = Decoder(config)
         self.config, self.chunk, self.model, self.lm_head = config, chunk, whole.model, whole.lm_head
         ahead = range(1) if config.mtp.repeated and chunk.depths else chunk.depths
         held = {*chunk.layers, *(config.num_layers + depth for depth in ahead)}
@@ -158,6 +155,8 @@ class DecoderStage(Decoder):
                 setattr(self.model, name, None)
         if not chunk.head:
             self.lm_head = None
+        if device.type != "meta":
+            self.to_empty(device=device).reset_parameters()
 
     @property
     def copies(self) -> frozenset[str]:
@@ -242,19 +241,11 @@ class DecoderStage(Decoder):
         super().move_routing_biases(here, rate)
 
     def _drawn(self) -> Iterator[tuple[str, nn.Module]]:
-        """The whole model's modules; for those that are elsewhere another takes the random numbers, and is dropped."""
-        parameter = next(self.parameters(), None)
-        if parameter is None or parameter.is_meta:
-            return
+        """The whole model's modules; those that are elsewhere, on the meta device, take their seeds alone."""
         own = dict(self.named_modules())
         with torch.device("meta"):
-            whole = Decoder(self.config).to(parameter.dtype)
-        for name, module in Decoder._drawn(whole):
-            if name in own:
-                yield name, own[name]
-            elif isinstance(module, _DRAWN):
-                yield name, module.to_empty(device=parameter.device)
-                module.to("meta")
+            whole = Decoder(self.config)
+        yield from ((name, own.get(name, module)) for name, module in Decoder._drawn(whole))
 
 
 def _sent(hidden: Tensor, task: Task) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dsattn.config import IndexerConfig, Precision, RopeConfig
 from dsattn.errors import InputError
 from dsattn.keys import Layout
+from dsattn.nn.draw import normal_
 from dsattn.nn.norm import LayerNorm, hadamard
 from dsattn.nn.rope import rotary_table, rotate
 from dsattn.ops import expand_pools, pool_keys, select_keys
@@ -133,7 +134,7 @@ class LightningIndexer(nn.Module):
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Fresh weights: normal with `std`; the key norm is the identity, and a pool the mean of its keys."""
         for linear in (self.wq_b, self.wk, self.weights_proj):
-            nn.init.normal_(linear.weight, std=std, generator=generator)
+            normal_(linear.weight, std, generator)
         self.k_norm.reset_parameters()
         if self.config.pool_size > 1:
             nn.init.zeros_(self.index_kpool_compress_ape)

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from dsattn.config import KDAConfig
 from dsattn.errors import InputError
 from dsattn.keys import Layout
+from dsattn.nn.draw import normal_, uniform_
+from dsattn.nn.linear import local
 from dsattn.nn.state import SPARSE, AttentionOutput, LayerCache, Pass
 from dsattn.ops import output_gate
 from dsattn.ops.kda import kimi_delta_attention
@@ -85,7 +87,8 @@ class KDASelfAttention(nn.Module):
             self.g_b_proj = nn.Linear(config.head_dim, gates, bias=False)
         self.o_norm = GatedNorm(config.head_dim, config.norm_eps)
         self.o_proj = nn.Linear(config.width, hidden_size, bias=False)
-        self.reset_parameters(0.02)
+        if not self.conv1d.weight.is_meta:
+            self.reset_parameters(0.02)
 
     def forward(
         self,
@@ -163,10 +166,12 @@ class KDASelfAttention(nn.Module):
     def reset_parameters(self, std: float, generator: torch.Generator | None = None) -> None:
         """Fresh decays and convolution: A uniform in 1 .. 16, dt log-uniform in 1e-3 .. 0.1, taps normal with `std`."""
         gate = self.forget_gate
-        gate.A_log.uniform_(1, 16, generator=generator).log_()
-        step = gate.dt_bias.uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp_()
-        gate.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # softplus gives the step back
-        nn.init.normal_(self.conv1d.weight, std=std, generator=generator)
+        uniform_(gate.A_log, 1, 16, generator)
+        local(gate.A_log).log_()
+        uniform_(gate.dt_bias, math.log(1e-3), math.log(0.1), generator)
+        step = local(gate.dt_bias).exp_()
+        step.add_(torch.log(-torch.expm1(-step)))  # softplus gives the step back
+        normal_(self.conv1d.weight, std, generator)
         nn.init.ones_(self.o_norm.weight)
 
 

@@ -28,6 +28,7 @@ from dsattn.nn.norm import RMSNorm
 from dsattn.nn.rope import RotaryTable, rotary_table, rotate
 from dsattn.nn.state import SPARSE, AttentionOutput, LayerCache, Pass, Turn
 from dsattn.ops import dense_gqa, dense_mla, dsa_attention, output_gate, sparse_mla
+from dsattn.ops.dsa import shares_work
 from dsattn.selection import Selection
 
 
@@ -164,8 +165,9 @@ class MLASelfAttention(SelfAttention):
     def _sparse_and_kl(
         self, index: IndexerOutput, q: Tensor, entries: tuple[Tensor, ...], selection: Selection, turn: Turn
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Two operations with the same results where the loss is kept while attention runs again, or reads other rows.
-        if turn.run.kept is not None or turn.run.together.splits_indexer:
+        # Two operations where the loss is kept while attention runs again, or reads other rows.
+        fused = shares_work(self.dsa.deterministic) and turn.run.kept is None
+        if not fused or turn.run.together.splits_indexer:
             return super()._sparse_and_kl(index, q, entries, selection, turn)
         (kv,), (q_i, k_i, w) = entries, index
         return dsa_attention(

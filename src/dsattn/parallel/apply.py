@@ -1,16 +1,17 @@
 """A model on a mesh: every kind of parallelism, put on from outside in one order.
 
-    1. pipeline     this rank's stages, or the whole model, with the weights that one process would draw
+    1. pipeline     this rank's stages, or the whole model, on the meta device
     2. tensor       heads and widths split over tp                              parallel/tensor.py
     3. experts      routed experts split over ep                                parallel/expert.py
     4. sharding     every layer over dp_shard x cp, replicas over dp_replicate  parallel/fsdp.py
-    5. schedule     stages joined to a pipeline                                 parallel/pipeline.py
+    5. weights      this rank's parts of those that one process would draw      nn/draw.py
+    6. schedule     stages joined to a pipeline                                 parallel/pipeline.py
 
 Recompute and the ranks of a micro-batch are put on by each pass (`Pass.recompute`, `Pass.ranks`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,14 +76,19 @@ class Stages(nn.Module):
 class Parallel:
     """A model as it lies on this rank, and who it works with.
 
-    model: the whole decoder with its parameters split, or this rank's stages. pipeline: None without pp. ranks: of
-    every micro-batch, for `Pass.ranks`; None where no rank shares one.
+    model: the whole decoder with its parameters split, or this rank's stages. pipeline: None without pp. groups:
+    `Pass.ranks` by number of context-parallel ranks that may share a micro-batch; None where no other rank does.
     """
 
     model: Decoder | Stages
     mesh: ParallelMesh
     pipeline: Pipeline | None = None
-    ranks: Ranks | None = None
+    groups: Mapping[int, Ranks | None] = field(default_factory=lambda: {1: None})
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Of a micro-batch that all context-parallel ranks share."""
+        return self.groups[max(self.groups)]
 
     @property
     def copies(self) -> frozenset[str]:
@@ -111,40 +117,33 @@ class Parallel:
         return int(total)
 
 
-def apply(
-    config: ModelConfig,
-    mesh: ParallelMesh,
-    train: TrainConfig,
-    prepare: Callable[[Decoder | DecoderStage], None] | None = None,
-) -> Parallel:
-    """Make the model and put it on the mesh. The same seed must be set on every rank: weights are drawn before cuts.
+def apply(config: ModelConfig, mesh: ParallelMesh, train: TrainConfig) -> Parallel:
+    """Make the model and put it on the mesh. The same seed must be set on every rank.
 
-    prepare: what is done to each stage, or to the whole model, while its weights are whole. Collective.
+    Weights are cut before there are any: each rank draws its own parts of those that one process would draw, and holds
+    no other at any time, but for one block of `nn.draw`. Collective.
     """
-    parts = [part.to(mesh.device) for part in _parts(config, mesh)]
+    parts = _parts(config, mesh)
+    state = torch.get_rng_state()
     for part in parts:
-        if prepare is not None:
-            prepare(part)
         tensor.split(part, mesh)
         expert.split(part, mesh)
         fsdp.shard(part, mesh, train)
-    ranks = context.ranks_of(mesh)
+        torch.set_rng_state(state)
+        part.to_empty(device=mesh.device).reset_parameters()
+    dynamic = mesh.config.dynamic_cp
+    groups = context.dynamic_ranks(mesh) if dynamic else {mesh.size("cp"): context.ranks_of(mesh)}
     stages = [part for part in parts if isinstance(part, DecoderStage)]
     if not stages:
-        return Parallel(parts[0], mesh, ranks=ranks)
+        return Parallel(parts[0], mesh, groups=groups)
     pipeline = Pipeline(stages, mesh, mesh.config.schedule)
-    return Parallel(stages[0] if len(stages) == 1 else Stages(stages), mesh, pipeline, ranks)
+    return Parallel(stages[0] if len(stages) == 1 else Stages(stages), mesh, pipeline, groups)
 
 
 def _parts(config: ModelConfig, mesh: ParallelMesh) -> list[Decoder]:
-    """The whole model, or this rank's stages. Every stage draws the whole model's random numbers and keeps its own."""
-    if mesh.size("pp") == 1:
-        return [Decoder(config)]
-    chunks = cut(config, mesh.config.chunks(config.num_layers, config.mtp.depths))
-    mine = chunks[mesh.rank("pp") :: mesh.size("pp")]
-    state = torch.get_rng_state()
-    stages: list[Decoder] = []
-    for chunk in mine:
-        torch.set_rng_state(state)
-        stages.append(DecoderStage(config, chunk))
-    return stages
+    """The whole model, or this rank's stages, on the meta device."""
+    with torch.device("meta"):
+        if mesh.size("pp") == 1:
+            return [Decoder(config)]
+        chunks = cut(config, mesh.config.chunks(config.num_layers, config.mtp.depths))
+        return [DecoderStage(config, chunk) for chunk in chunks[mesh.rank("pp") :: mesh.size("pp")]]

@@ -9,23 +9,24 @@ Only rows that see more than K keys count: the others keep every key, and their 
 Letters: T rows, S keys, H heads, G key groups, C key width, K kept keys, R rows and W keys of a block.
 """
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
-from dsattn.config import DSAConfig
+from dsattn.config import DSAConfig, ModelConfig
 from dsattn.errors import InputError
+from dsattn.keys import Layout
 from dsattn.model.decoder import Decoder
-from dsattn.nn.state import Observation, Pass
+from dsattn.nn.state import Observation, Pass, Probe
 from dsattn.ops import indexer_kl
 from dsattn.training.data import Pack
-from dsattn.training.observed import attention_blocks, counted_rows, ranges_of, selection_of
+from dsattn.training.observed import attention_blocks, counted_rows, evaluating, ranges_of, selection_of
 
 QUARTILES = 4
 _PER_ROW = ("recall", "random", "recency", "oracle", "top1", "kl_uniform")
@@ -105,56 +106,82 @@ def indexer_health(model: Decoder, packs: Sequence[Pack], *, max_rows_per_pack: 
     """
     if max_rows_per_pack is not None and max_rows_per_pack < 1:
         raise InputError(f"max_rows_per_pack={max_rows_per_pack} must be at least 1; None takes every row")
-    dsa = model.config.dsa
-    top_k = dsa.indexer.top_k
-    if dsa.indexer.pool_size > 1:
-        return Health([], top_k, 0, [], "whole pools are selected: recall of single keys is not measured")
-    device = next(model.parameters()).device
-    owners = [layer for layer, source in enumerate(model.model.sources) if source == layer]
-    tallies = {layer: _Tally(top_k, model.config.attention.heads, device) for layer in owners}
-    counted = [counted_rows(pack, top_k, max_rows_per_pack) for pack in packs]
-    places = [pack.layout.positions.cpu()[rows] for pack, rows in zip(packs, counted, strict=True)]
-    positions = torch.cat(places).sort().values if places else torch.empty(0, dtype=torch.int64)
-    total = len(positions)
-    edges = positions[[total * part // QUARTILES for part in range(1, QUARTILES)]] if total else positions
-    if tallies and total:
+    top_k, device = model.config.dsa.indexer.top_k, next(model.parameters()).device
+    counted = [counted_rows(pack.layout, top_k, max_rows_per_pack) for pack in packs]
+    survey = Survey(model.config, packs, counted, device)
+    if survey.finds:
         with torch.no_grad(), evaluating(model):
-            for pack, rows, place in zip(packs, counted, places, strict=True):
+            for pack, rows in zip(packs, counted, strict=True):
                 if len(rows):
-                    _observe(model, pack, rows, torch.bucketize(place, edges, right=True), tallies)
-    note = ""
-    if not tallies:
-        note = "no layer owns an indexer"
-    elif not total:
-        note = f"no row sees more than top_k={top_k} keys, so every key is kept; measure on longer documents"
-    bounds = [int(positions[0]), *edges.tolist(), int(positions[-1])] if total and tallies else []
-    layers = [tally.finish(layer) for layer, tally in tallies.items()]
-    return Health(layers, top_k, total if tallies else 0, bounds, note)
+                    there = pack.to(device)
+                    probe = survey.probe([(there.layout, rows)])
+                    model(there.tokens, there.layout, Pass(mode="warmup", with_kl=False, probe=probe))
+    return survey.finish()
 
 
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards every module is in the mode it was in."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
+class Survey:
+    """The tallies of every layer that owns an indexer, over the counted rows of `packs`.
 
+    counted: of each pack. device: where layers are seen. finds: whether there is anything to measure.
+    """
 
-def _observe(model: Decoder, pack: Pack, rows: Tensor, quartile: Tensor, tallies: dict[int, "_Tally"]) -> None:
-    """One forward of one pack, each of its layers measured while it runs."""
-    device = next(model.parameters()).device
-    pack, rows, quartile = pack.to(device), rows.to(device), quartile.to(device)
+    def __init__(self, config: ModelConfig, packs: Sequence[Pack], counted: Sequence[Tensor], device: torch.device):
+        self.dsa = config.dsa
+        places = [pack.layout.positions.cpu()[rows] for pack, rows in zip(packs, counted, strict=True)]
+        self.positions = torch.cat(places).sort().values if places else torch.empty(0, dtype=torch.int64)
+        total, top_k = len(self.positions), self.dsa.indexer.top_k
+        cuts = [total * part // QUARTILES for part in range(1, QUARTILES)]
+        self.edges = self.positions[cuts] if total else self.positions
+        sources = enumerate(config.selection_sources[: config.num_layers])
+        pools = self.dsa.indexer.pool_size > 1
+        owners = [] if pools else [layer for layer, source in sources if source == layer]
+        self.tallies = {layer: _Tally(top_k, config.attention.heads, device) for layer in owners}
+        self.finds, self.note = bool(owners) and total > 0, ""
+        if pools:
+            self.note = "whole pools are selected: recall of single keys is not measured"
+        elif not owners:
+            self.note = "no layer owns an indexer"
+        elif not total:
+            self.note = f"no row sees more than top_k={top_k} keys, so every key is kept; measure on longer documents"
 
-    def probe(layer: int, seen: Observation) -> None:
-        if layer in tallies:
-            with torch.autocast(device.type, enabled=False):  # else products of fp32 scores would be rounded to bf16
-                tallies[layer].add(seen, rows, quartile, model.config.dsa)
+    def probe(
+        self, micros: Sequence[tuple[Layout, Tensor]], view: Callable[[Observation], Observation] | None = None
+    ) -> Probe:
+        """What measures every layer while it runs. Every layer sees the micro-batches in their order.
 
-    model(pack.tokens, pack.layout, Pass(mode="warmup", with_kl=False, probe=probe))
+        micros: the layout of each, as `view` has it, and its counted rows. view: what is measured of an observation.
+        """
+        parts = [
+            (rows.to(layout.positions.device), torch.bucketize(layout.positions.cpu()[rows], self.edges, right=True))
+            for layout, rows in micros
+        ]
+        turns = {layer: iter(parts) for layer in self.tallies}
+
+        def measure(layer: int, seen: Observation) -> None:
+            if layer in turns:
+                rows, quartile = next(turns[layer])
+                seen = seen if view is None else view(seen)
+                if len(rows):
+                    self.tallies[layer].add(seen, rows, quartile.to(rows.device), self.dsa)
+
+        return measure
+
+    def sum_over(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Add what other ranks measured: other rows, heads or layers. Collective."""
+        sums = [part for tally in self.tallies.values() for part in tally.sums()]
+        flat = torch.cat([part.double().flatten() for part in sums])
+        for group in groups:
+            dist.all_reduce(flat, group=group)
+        for part, total in zip(sums, flat.split([part.numel() for part in sums]), strict=True):
+            part.copy_(total.view_as(part))
+
+    def finish(self) -> Health:
+        """The means, on the host."""
+        layers = [tally.finish(layer) for layer, tally in self.tallies.items()]
+        top_k, at = self.dsa.indexer.top_k, self.positions
+        if not self.finds:
+            return Health(layers, top_k, 0, [], self.note)
+        return Health(layers, top_k, len(at), [int(at[0]), *self.edges.tolist(), int(at[-1])])
 
 
 class _Tally:
@@ -172,6 +199,10 @@ class _Tally:
 
     def add(self, seen: Observation, rows: Tensor, quartile: Tensor, dsa: DSAConfig) -> None:
         """Measure `rows` [R] of what a layer was seen to do; quartile: [R], each row's."""
+        with torch.autocast(rows.device.type, enabled=False):  # else products of fp32 scores would be rounded to bf16
+            self._add(seen, rows, quartile, dsa)
+
+    def _add(self, seen: Observation, rows: Tensor, quartile: Tensor, dsa: DSAConfig) -> None:
         assert seen.index is not None, "a probed layer runs the indexer it owns"
         keys = ranges_of(seen, rows)
         indexer = (seen.index.q[rows], seen.index.k, seen.index.w[rows])
@@ -209,6 +240,10 @@ class _Tally:
         self.rows += quartile_QR.sum(1)
         self.heads += caught_RH.double().sum(0)
         return heaviest.indices
+
+    def sums(self) -> tuple[Tensor, ...]:
+        """What adds up over rows."""
+        return self.rows, self.per_row, self.heads, self.kl, self.distances, self.oracle_distances
 
     def finish(self, layer: int) -> LayerHealth:
         """The means, on the host."""

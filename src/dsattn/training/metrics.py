@@ -24,7 +24,8 @@ from dsattn.errors import CheckpointError, DataError, InputError
 from dsattn.model.decoder import Decoder
 from dsattn.nn.state import Pass
 from dsattn.training.data import Pack
-from dsattn.training.health import Health, LayerHealth, evaluating, indexer_health
+from dsattn.training.health import Health, LayerHealth, indexer_health
+from dsattn.training.observed import evaluating
 
 __all__ = ["Health", "LayerHealth", "MetricsWriter", "NoMetrics", "held_out_loss", "indexer_health", "read_metrics"]
 

@@ -3,19 +3,19 @@
 Letters: T rows, H heads, G key groups, C key width, R rows and W keys of a block.
 """
 
+import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsattn.config import DSAConfig
-from dsattn.keys import KeyRange
+from dsattn.keys import KeyRange, Layout
 from dsattn.nn.state import Observation
 from dsattn.ops import select_keys
 from dsattn.ops.blocks import row_blocks, span
 from dsattn.selection import Selection
-from dsattn.training.data import Pack
 
 _MASKS_AND_MASSES = 6  # [R, W] temporaries beside the [R, H, W] logits and probabilities
 
@@ -38,9 +38,21 @@ class Block(NamedTuple):
         return chosen.mask(self.run.stop)[:, self.run.start :]
 
 
-def counted_rows(pack: Pack, top_k: int, most: int | None) -> Tensor:
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; afterwards every module is in the mode it was in."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def counted_rows(layout: Layout, top_k: int, most: int | None = None) -> Tensor:
     """[R] int64 on the host, ascending: rows that see more than `top_k` keys; at most `most`, evenly spread."""
-    rows = (pack.layout.keys.lengths() > top_k).cpu().nonzero().flatten()
+    rows = (layout.keys.lengths() > top_k).cpu().nonzero().flatten()
     if most is not None and len(rows) > most:
         rows = rows[(2 * torch.arange(most) + 1) * len(rows) // (2 * most)]
     return rows

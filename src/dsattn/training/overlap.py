@@ -23,8 +23,7 @@ from dsattn.model.decoder import Decoder
 from dsattn.nn.state import Observation, Pass
 from dsattn.selection import Selection
 from dsattn.training.data import Pack
-from dsattn.training.health import evaluating
-from dsattn.training.observed import attention_blocks, counted_rows, ranges_of, selection_of
+from dsattn.training.observed import attention_blocks, counted_rows, evaluating, ranges_of, selection_of
 from dsattn.training.plots import COLOURS, Picture, draw_picture
 
 
@@ -84,7 +83,7 @@ def selection_overlap(
         raise InputError(f"tolerance={tolerance} must be in [0, 1]: it is a share of the attention mass")
     dsa = model.config.dsa
     owners = [layer for layer, source in enumerate(model.model.sources) if source == layer]
-    counted = [counted_rows(pack, dsa.indexer.top_k, max_rows_per_pack) for pack in packs]
+    counted = [counted_rows(pack.layout, dsa.indexer.top_k, max_rows_per_pack) for pack in packs]
     total = sum(len(rows) for rows in counted)
     note = "" if total else f"no row sees more than top_k={dsa.indexer.top_k} keys; measure on longer documents"
     if dsa.indexer.pool_size > 1:

@@ -53,7 +53,9 @@ def load_run(path: Path, device: str = "auto") -> tuple[Decoder, RunConfig]:
     """
     newest = _needed(Path(path), "")
     config = config_from_dict(checkpoint.load_meta(newest)["config"])
-    model = Decoder(config.model).to(pick_device(device))
+    with torch.device("meta"):
+        model = Decoder(config.model)
+    model = model.to_empty(device=pick_device(device))
     checkpoint.load(newest, {"model": model.state_dict()}, partial=True)
     return model.eval(), config
 

@@ -5,7 +5,6 @@ indexers), so neither the split into micro-batches, nor that over ranks, nor pad
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -75,9 +74,10 @@ def accumulate_gradients(
     device, mesh = whole.mesh.device, whole.mesh
     labels = max(sum(pack.num_labels for pack in packs), 1)
     rows = max(sum(pack.layout.num_real_rows for pack in packs), 1)
-    micros = micro_batches(packs, mesh, train.packs_per_micro_batch, whole.model.config.mtp.depths)
+    depths = whole.model.config.mtp.depths
+    micros = micro_batches(packs, mesh, train.packs_per_micro_batch, depths, whole.groups)
     if whole.pipeline is not None:
-        ready = [dataclasses.replace(to_device(micro, device), ranks=whole.ranks) for micro in micros]
+        ready = [to_device(micro, device) for micro in micros]
         share = whole.pipeline.step(ready, (labels, rows), stage, train)
     else:
         share = _total(_micro_batches(whole, micros, stage, train, (labels, rows)))
@@ -122,7 +122,7 @@ def _micro_batch(
             kl_divisor=rows,
             with_balance=balances,
             recompute=checkpoints(train),
-            ranks=whole.ranks,
+            ranks=micro.ranks,
         )
         out = model(micro.tokens, micro.layout, run, tokens_ahead=micro.tokens_ahead)
         with contextlib.nullcontext() if backbone_learns else torch.no_grad():
