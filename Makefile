@@ -10,25 +10,36 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 BIN        := .venv/bin
 DEMO       := .venv/.demo
 DEV        := .venv/.dev
+COMPILED   := .venv/.compiled
 MCORE      := .venv/megatron
+PYRIGHT    := $(BIN)/pyright --pythonpath $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs clean
+.PHONY: help demo test lint style format docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 	@echo "variables: PYTHON=$(PYTHON)  TORCH=$(TORCH)  WORKERS=$(WORKERS)"
 
-demo: $(DEMO)  ## train the tiny model on this machine: dense, indexer warm-up, sparse, report
+demo: $(DEMO) $(COMPILED)  ## train the tiny model on this machine: dense, indexer warm-up, sparse, report
 	@$(BIN)/dsattn train tiny --train.run-dir runs/tiny
 
-test: lint | $(MCORE)  ## lint, then the whole test suite
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+# Pyright uses one core, and so does pip: each runs beside other work, and says what it found when that is done. The tests
+# start many processes, so bytecode is kept even where the environment says otherwise.
+test:  ## lint, and the whole test suite
+	@$(MAKE) --silent -j3 $(DEV) $(COMPILED) $(MCORE)
+	@$(MAKE) --silent style
+	@$(PYRIGHT) >.venv/.pyright 2>&1 & types=$$!; failed=0; \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) || failed=1; \
+	wait $$types || { failed=1; echo "make: pyright found errors" >&2; }; \
+	cat .venv/.pyright; exit $$failed
 
-lint: $(DEV)  ## ruff and pyright
+lint: style  ## ruff and pyright
+	@$(PYRIGHT)
+
+style: $(DEV)
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check || { echo "make: files above need formatting: run 'make format'" >&2; exit 1; }
-	@$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(DEV)  ## put files into the format that lint asks for
 	@$(BIN)/ruff check --quiet --fix
@@ -53,17 +64,23 @@ clean:  ## remove .venv and caches; runs/ stays
 	@extra=; \
 	if ! nvidia-smi -L >/dev/null 2>&1 && $(BIN)/python -c 'from urllib.request import urlopen; urlopen("$(CPU_WHEELS)/torch/", timeout=5)' 2>/dev/null; \
 	then extra="--extra-index-url $(CPU_WHEELS)"; fi; \
-	$(BIN)/python -m pip install -qq $$extra "$(TORCH)"
+	$(BIN)/python -m pip install -qq --no-compile $$extra "$(TORCH)"
+	@touch $@
+
+# By itself, and not by pip: `make test` installs the rest meanwhile. Files for other versions of Python do not compile.
+$(COMPILED): | .venv/.torch
+	@$(BIN)/python -m compileall -qq -x '/(testing|tests)/' $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || true
 	@touch $@
 
 $(DEMO): pyproject.toml | .venv/.torch
 	@$(BIN)/python -m pip install -qq --editable '.[report]'
 	@touch $@
 
-$(DEV): pyproject.toml | $(DEMO)
-	@$(BIN)/python -m pip install -qq --editable '.[dev]'
-	@test "$$(uname)" != Linux || $(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install -qq "$(TRITON)"
-	@touch $@
+# Most of Transformers is never imported: what is, is compiled then.
+$(DEV): pyproject.toml | .venv/.torch
+	@$(BIN)/python -m pip install -qq --no-compile --editable '.[dev]'
+	@test "$$(uname)" != Linux || $(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install -qq --no-compile "$(TRITON)"
+	@touch $(DEMO) $@
 
 # The extra `docs`, in an environment of its own: rendering needs no torch.
 .venv/docs:

@@ -5,6 +5,7 @@ left-out tests, and no others, in a fresh interpreter, because Triton reads TRIT
 imported.
 """
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -48,6 +49,7 @@ def device() -> Iterator[str]:
         return
     _let_numbers_be_bounds()
     _patch_the_language_once()
+    _leave_out_what_nobody_reads()
     with numpy.errstate(all="ignore"):
         yield "cpu"
 
@@ -103,3 +105,45 @@ def _patch_the_language_once() -> None:
 
     patch_once.patches_once = True
     interpreter._patch_lang = patch_once
+
+
+def _leave_out_what_nobody_reads() -> None:
+    """Half of the interpreter's time: overflow checks whose assertions only a debug build makes, shapes made anew."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    if not builder.options.sanitize_overflow:
+        return
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    find, make_tensor, make_block = interpreter._get_np_dtype, language.tensor.__init__, language.block_type.__init__
+    found, tensors, blocks = {}, {}, {}
+
+    def plain(value):
+        return value.value if isinstance(value, language.constexpr) else value
+
+    def numpy_type(kind):
+        name = kind.scalar.name
+        if name not in found:
+            found[name] = find(kind)
+        return found[name]
+
+    def tensor(self, handle, kind):
+        shape = (*kind.shape,) if kind.is_block() else ()
+        if shape not in tensors:
+            make_tensor(self, handle, kind)
+            tensors[shape] = self.numel, self.shape
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.numel, self.shape = tensors[shape]
+
+    def block(self, element, shape):
+        key = element.name, *map(plain, plain(shape))
+        if key not in blocks:
+            make_block(self, element, shape)
+            blocks[key] = self.shape, self.numel, self.name
+        self.element_ty = element
+        self.shape, self.numel, self.name = blocks[key]
+
+    interpreter._get_np_dtype = numpy_type
+    language.tensor.__init__, language.block_type.__init__ = tensor, block
