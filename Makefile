@@ -30,7 +30,7 @@ test:  ## lint, and the whole test suite
 	@$(MAKE) --silent -j3 $(DEV) $(COMPILED) $(MCORE)
 	@$(MAKE) --silent style
 	@$(PYRIGHT) >.venv/.pyright 2>&1 & types=$$!; failed=0; \
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) || failed=1; \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal || failed=1; \
 	wait $$types || { failed=1; echo "make: pyright found errors" >&2; }; \
 	cat .venv/.pyright; exit $$failed
 

@@ -12,7 +12,7 @@ Recompute and the ranks of a micro-batch are put on by each pass (`Pass.recomput
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,9 @@ from dsattn.nn.ranks import Ranks
 from dsattn.parallel import context, expert, fsdp, tensor
 from dsattn.parallel.gradients import clip
 from dsattn.parallel.mesh import ParallelMesh
-from dsattn.parallel.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from dsattn.parallel.pipeline import Pipeline
 
 
 class Stages(nn.Module):
@@ -82,7 +84,7 @@ class Parallel:
 
     model: Decoder | Stages
     mesh: ParallelMesh
-    pipeline: Pipeline | None = None
+    pipeline: "Pipeline | None" = None
     groups: Mapping[int, Ranks | None] = field(default_factory=lambda: {1: None})
 
     @property
@@ -136,6 +138,8 @@ def apply(config: ModelConfig, mesh: ParallelMesh, train: TrainConfig) -> Parall
     stages = [part for part in parts if isinstance(part, DecoderStage)]
     if not stages:
         return Parallel(parts[0], mesh, groups=groups)
+    from dsattn.parallel.pipeline import Pipeline  # torch's schedules take a second to import
+
     pipeline = Pipeline(stages, mesh, mesh.config.schedule)
     return Parallel(stages[0] if len(stages) == 1 else Stages(stages), mesh, pipeline, groups)
 
