@@ -15,6 +15,8 @@ PEERS = {
     "cudnn": "cuDNN",
     "flash_mla": "FlashMLA",
     "deep_gemm": "DeepGEMM (fp8)",
+    "deep_gemm_torch": "DeepGEMM (fp8) and torch.topk",
+    "bf16": "ours in bf16",
     "tilelang": "TileLang",
     "torch": "torch",
     "vendors": "vendors' parts",
@@ -38,6 +40,22 @@ same run and how many times as long as ours they take: below 1 they are ahead. `
 Letters: T query rows, S keys, H heads, K kept keys, H_I indexer heads.
 """
 
+LOW_PRECISION = """## Selection in low precision
+
+`dsattn bench select --precision fp8 --peers`. Recall: the share of the keys that bf16 operands, or fp32 ones, select
+which the rounded ones select too; mean over rows that see more than K keys, and the worst row. `hadamard`: q and k
+rotated before. Our time holds the rounding of q and k, DeepGEMM's operands come rounded. `error`: how far below the
+K-th best a selected score lies, of scores of the rounded operands in fp64, over the row's largest.
+
+"""
+FULL_ERRORS = """## Errors on full shapes
+
+`python results/record_full_errors.py`: every row, head and key against fp64. A cell is the tensor that comes nearest to
+its bar, largest and mean error in units of the bar (1: twice the error of plain bf16 torch), and the least similarity;
+of `select_keys` the regret, as above, of its limit.
+
+"""
+
 
 def main() -> None:
     print(page(), end="")
@@ -51,23 +69,33 @@ def page() -> str:
         records = [record for record in newest if record["op"].partition(".")[0] == family]
         if records:
             sections.append(f"## {title}\n\n" + "\n".join(table(records)) + "\n" + "".join(behind(records)))
+    if low := latest(read("recall.jsonl")):
+        sections.append(LOW_PRECISION + "\n".join(low_precision(low)) + "\n" + "".join(behind(low)))
+    if full := clean(read("full_errors.jsonl")):
+        sections.append(FULL_ERRORS + "\n".join(full_errors(full)) + "\n")
     sections.append("## Whole training runs\n\n" + "\n".join(training(read("training.jsonl"))) + "\n")
     return "\n".join(sections)
 
 
 def read(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (RESULTS / name).read_text(encoding="utf-8").splitlines()]
+    """The lines of a file; none where there is no such file yet."""
+    path = RESULTS / name
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def clean(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those made on a GPU and from a clean tree."""
+    return [record for record in records if record["gpu"] and not record["dirty"]]
 
 
 def latest(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The last record of each operation, shape and backend, on a GPU and from a clean tree, in order."""
     kept: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for record in records:
-        if record["gpu"] and not record["dirty"]:
-            key = identity(record)
-            if not record["peers"] and key in kept and kept[key]["peers"]:
-                continue  # a line without peers says less than one with them
-            kept[key] = record
+    for record in clean(records):
+        key = identity(record)
+        if not record["peers"] and key in kept and kept[key]["peers"]:
+            continue  # a line without peers says less than one with them
+        kept[key] = record
     order = list(TITLES)
     return sorted(kept.values(), key=lambda record: (order.index(record["op"].partition(".")[0]), *identity(record)))
 
@@ -81,6 +109,7 @@ def identity(record: dict[str, Any]) -> tuple[Any, ...]:
         str(shape.get("order")),
         str(shape.get("lengths")),
         str(record.get("precision")),
+        str(record.get("inputs")),
         record["backend"],
         record.get("deterministic") or False,
         shape.get("H") or 0,
@@ -137,6 +166,52 @@ def behind(records: Sequence[dict[str, Any]]) -> Iterator[str]:
                 ahead.setdefault((str(PEERS.get(name, name)), record["op"], record["backend"]), []).append(where)
     for (peer, operation, backend), places in ahead.items():
         yield f"\n{peer} is ahead of `{backend}` in `{operation}` at {', '.join(places)}.\n"
+
+
+def low_precision(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "| inputs | S | shape | backend | ms | recall@K of bf16 | of fp32 | error | peers: ms (x) | record |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for record in records:
+        cells = [
+            record["inputs"],
+            f"{record['shape']['S']:,}",
+            shape_of(record),
+            record["backend"],
+            f"{record['ms']['median']:.2f}",
+            *(f"{record['recall'][name]:.4f} ({record['least'][name]:.4f})" for name in ("bf16", "fp32")),
+            f"{record['error']['max']:.1g}",
+            peers(record),
+            f"{record['date']}, {record['commit'][:7]}",
+        ]
+        yield "| " + " | ".join(cells) + " |"
+
+
+def full_errors(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A row for each operation and shape, a column for each backend, of the newest lines."""
+    cells: dict[tuple[Any, ...], dict[str, str]] = {}
+    for record in records:
+        if record["passed"] is not None:
+            shape = record["shape"]
+            row = record["op"], shape["S"], shape["H"], shape["H_I"], shape["selection"] or ""
+            kind = " deterministic" if record["deterministic"] else ""
+            cells.setdefault(row, {})[f"{record['backend']}{kind}"] = nearest_to_bar(record["error"])
+    columns = sorted({name for found in cells.values() for name in found})
+    yield "| operation | S | H | H_I | selection | " + " | ".join(columns) + " |"
+    yield "|---|---|---|---|---|" + "---|" * len(columns)
+    for (op, keys, *rest), found in sorted(cells.items()):
+        yield "| " + " | ".join([op, f"{keys:,}", *map(str, rest), *(found.get(one, "") for one in columns)]) + " |"
+
+
+def nearest_to_bar(error: dict[str, dict[str, Any]]) -> str:
+    if "regret" in error:
+        return f"{error['regret']['max']:.1g} of {error['regret']['limit']:g}"
+    shares = {
+        name: [one[kind] / max(one[f"{kind}_limit"], 1e-30) for kind in ("max", "mean")] for name, one in error.items()
+    }
+    name = max(shares, key=lambda one: max(shares[one]))
+    least = min(one["similarity"] for one in error.values())
+    broken = " BROKEN" if any(one["problems"] for one in error.values()) else ""
+    return f"{name} {shares[name][0]:.2f}, {shares[name][1]:.2f}; 1 - {1 - least:.1g}{broken}"
 
 
 def training(records: Sequence[dict[str, Any]]) -> Iterator[str]:

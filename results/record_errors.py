@@ -156,10 +156,10 @@ def measure(op: str, layout: str, dtype: torch.dtype, device: str = "cuda") -> d
     if op == "output_gate":
         live = ~case.q.isnan()
         got = {name: one.masked_fill(~live, 0.0) for name, one in got.items()}
-    return {name: _judge(name, one, exact[name], low[name]) for name, one in got.items()}
+    return {name: judged(name, one, exact[name], low[name]) for name, one in got.items()}
 
 
-def _judge(name: str, got: Tensor, exact: Tensor, low: Tensor) -> dict[str, Any]:
+def judged(name: str, got: Tensor, exact: Tensor, low: Tensor) -> dict[str, Any]:
     error, plain = ((x.double() - exact).abs() for x in (got, low))
     floor = torch.finfo(got.dtype).eps * float(exact.abs().max())
     similarity, limit = tensor_similarity(got, exact), 1 - (3e-3 if name.startswith("d") else 1e-3)

@@ -59,6 +59,10 @@ BUDGET = {
     ("backends/deep_gemm.py", "select_keys"): "argument for argument the reference's",
     ("backends/tilelang.py", "select_keys"): "argument for argument the reference's",
     ("backends/tilelang.py", "sparse_mla_backward"): "argument for argument the reference's",
+    (
+        "backends/hopper/sparse_mla_forward.py",
+        "_attend",
+    ): "two groups take turns in one loop, in its order",
     ("ops/kda.py", "kimi_delta_attention"): "an operation takes its operands one by one",
     ("ops/select.py", "select_keys"): FIXED,
     ("ops/distill.py", "indexer_kl"): FIXED,
@@ -136,7 +140,8 @@ def wrong_arrows(path: str, source: str) -> Iterator[str]:
         own = path.split("/")[1].removesuffix(".py") if unit == "backends" else None
         free = unit == "bench" or own in ("__init__", parts[2] if len(parts) > 2 else None)  # bench times them all
         shared = own in KERNEL_FOLDERS and module.startswith("dsattn.backends.triton.launch")
-        shared |= path == "backends/hopper/select.py" and module == "dsattn.backends.triton.select"  # ranks alike
+        portable = ("dsattn.backends.triton.select", "dsattn.backends.triton.quantize")
+        shared |= path == "backends/hopper/select.py" and module in portable  # ranks and rounds alike
         shared |= module == "dsattn.backends.vendors"  # what adapters share
         if target == "backends" and len(parts) > 2 and not free and not shared:
             yield f"{path}:{line}: {module} is reached through dsattn.backends, never by name"

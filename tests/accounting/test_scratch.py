@@ -66,6 +66,7 @@ def test_probabilities_are_those_of_a_run(tokens):
     rows = rows_of_run(tokens, 16, 2048)
     assert scratch.probabilities(one, here, "cuda") == rows * 2048 * 64 * (2 + 4 / 64)
     assert scratch.probabilities(one, here, "cpu") == 0
+    assert scratch.probabilities(*reversed(kept_of(tokens, deterministic=True)), "cuda") == 0
     assert scratch.probabilities(dataclasses.replace(one, itemsize=4), here, "cuda") == 0
 
 

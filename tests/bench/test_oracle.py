@@ -100,7 +100,7 @@ def test_either_bound_counts(value, wrong):
 def test_regret_of_a_right_selection_is_nothing():
     given = indexer(SETTING, 0)
     index = select_keys(given.q_i, given.k_i, given.w, SETTING.ranges, 16).index
-    assert oracle.regret(index, given, SETTING.ranges) == Error(0.0, 0.0, oracle.REGRET_LIMIT)
+    assert oracle.regret(index, given, SETTING.ranges) == Error(0.0, 0.0, oracle.REGRET_LIMIT["bf16"])
 
 
 @pytest.mark.parametrize("fault", ["another key", "order", "twice", "hidden key", "empty slot", "full slot"])

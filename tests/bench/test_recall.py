@@ -1,18 +1,21 @@
 """Recall against sets of Python numbers, and what a measurement tells."""
 
-import json
+from dataclasses import replace
 
 import pytest
 import torch
 
+from dsattn.bench import records
 from dsattn.bench.cases import SHAPES, Setting
-from dsattn.bench.recall import Inputs, append, drawn, measured, recall
+from dsattn.bench.recall import Inputs, Options, drawn, measured, recall
 from dsattn.bench.records import Machine
+from dsattn.bench.run import Refusal
 from dsattn.errors import InputError
 from dsattn.keys import KeyRange, Layout
 from dsattn.ops import select_keys
 
 SETTING = Setting(shape=SHAPES["small"], rows=40, keys=90)
+MACHINE = Machine.here(torch.device("cpu"), commit="abc", dirty=False)
 INPUTS = {inputs.name: inputs for inputs in drawn(SETTING)}
 
 
@@ -61,23 +64,49 @@ def wide(inputs: Inputs, width: int) -> Inputs:
 
 @pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
 def test_a_measurement(precision, tmp_path):
-    found = measured(wide(INPUTS["gaussian"], 32), precision, torch.bfloat16, seconds=0.0)
+    options = Options(precision=precision, peers=True, seconds=0.0)
+    found = measured(wide(INPUTS["gaussian"], 32), options, MACHINE)
     assert set(found.recall) == set(found.least) == {"bf16", "fp32"}
     for name, mean in found.recall.items():
         assert 0.7 < mean < 0.999
         assert found.least[name] <= mean
-    assert set(found.ms) == {"bf16", "auto"}
-    assert "a CUDA GPU" in found.unavailable["deep_gemm"]
-    assert found.shape == {"T": 40, "S": 90, "H_I": 4, "D": 32, "K": 16}
-    path = tmp_path / "new" / "recall.jsonl"
-    machine = Machine.here(torch.device("cpu"), commit="abc", dirty=False)
-    for _ in range(2):
-        append(path, found.line(machine))
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(lines) == 2
-    assert (lines[0]["precision"], lines[0]["rows"], lines[0]["commit"]) == (precision, found.rows, "abc")
+    records.append(tmp_path / "recall.jsonl", found)
+    (line,) = records.read([tmp_path / "recall.jsonl"])
+    assert (line["op"], line["backend"], line["commit"], line["rows"]) == (
+        "select_keys",
+        "reference",
+        "abc",
+        found.rows,
+    )
+    assert (line["precision"], line["inputs"]) == (precision, "wide")
+    assert line["recall"] == found.recall
+    assert {name: line["shape"][name] for name in ("T", "S", "H_I", "D", "K")} == {
+        "T": 40,
+        "S": 90,
+        "H_I": 4,
+        "D": 32,
+        "K": 16,
+    }
+    assert line["error"]["max"] <= line["error"]["limit"] == 5e-4
+    assert line["ratio"].keys() == line["peers"].keys() == {"bf16"}
+    assert all("not installed" in line["unavailable"][name] for name in ("deep_gemm", "deep_gemm_torch"))
 
 
 def test_bf16_against_itself_loses_nothing():
-    found = measured(INPUTS["gaussian"], "bf16", torch.float32, seconds=0.0)
+    found = measured(INPUTS["gaussian"], Options(precision="bf16", dtype=torch.float32, seconds=0.0), MACHINE)
     assert found.recall == {"bf16": 1.0, "fp32": 1.0}
+
+
+def test_ranges_and_activation_are_those_of_the_inputs():
+    """Packed documents without relu, as a run's own inputs may be: held against the oracle of these."""
+    keys = Layout.packed([50, 0, 40]).keys
+    given = replace(wide(INPUTS["gaussian"], 32), q=torch.randn(90, 4, 32), w=torch.randn(90, 4), keys=keys, relu=False)
+    found = measured(given, Options(precision="fp8", dtype=torch.float32, seconds=0.0), MACHINE)
+    assert found.record.error.max <= 1e-6
+    assert found.rows == (50 - 16) + (40 - 16)
+
+
+def test_a_backend_that_cannot_is_refused():
+    found = measured(INPUTS["gaussian"], Options(precision="fp8", backend="deep_gemm", seconds=0.0), MACHINE)
+    assert isinstance(found, Refusal)
+    assert "deep_gemm needs a CUDA GPU" in found.reason

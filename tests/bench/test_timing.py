@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dsattn.bench import timing
 from dsattn.bench.timing import copies, measure, peak_bytes
 
 CPU = torch.device("cpu")
@@ -34,6 +35,15 @@ def test_repeats_between_least_and_most(seconds, calls):
     count = []
     measure([lambda: count.append(1)], CPU, seconds=seconds, least=2, most=7)
     assert len(count) == 2 + calls
+
+
+def test_long_calls_are_repeated_less(monkeypatch):
+    asked = []
+    monkeypatch.setattr(timing, "_wall", lambda runs, repeats, _: asked.append(repeats) or [600.0] * repeats)
+    measure([lambda: None], CPU, seconds=0.0)
+    measure([lambda: None], CPU, seconds=0.0, least=2)
+    measure([lambda: None], CPU, seconds=6.0)
+    assert asked == [1, 3, 1, 2, 1, 10]
 
 
 def test_a_cpu_has_one_set_and_no_peak():

@@ -1,13 +1,19 @@
+import dataclasses
 import math
+import sys
+from types import ModuleType
 
 import pytest
 import torch
 
+from dsattn import backends, settings
 from dsattn.config import DSAConfig, IndexerConfig, MLAConfig, RopeConfig
 from dsattn.errors import InputError
 from dsattn.keys import Layout
 from dsattn.nn import MLASelfAttention
 from dsattn.nn.state import LayerCache, Pass
+from dsattn.ops import dsa
+from dsattn.parallel.recompute import Checkpoints
 
 MODEL, TOP_K = 32, 5
 YARN = RopeConfig(scaling="yarn", factor=40.0, original_max_position=64, mscale_all_dim=0.5)
@@ -210,3 +216,47 @@ def test_double_precision_layers_run():
     out = module(torch.randn(24, MODEL).double(), Layout.causal(24))
     assert out.hidden.dtype == torch.float64
     assert out.kl.dtype == torch.float64
+
+
+@pytest.fixture
+def fused_calls(monkeypatch):
+    """A fused forward is the first choice, and its loss has other bits than the parts'; the rows of each call."""
+    calls = []
+
+    def forward(q, *rest):
+        calls.append(len(q))
+        out, lse, shares = dsa.shares_reference(q, *rest)
+        return out, lse, shares * (1 + 2**-8)
+
+    module = ModuleType("dsattn.backends.made_up")
+    module.dsa_attention_forward = forward
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    rows = (backends.Row("made_up", "made_up", lambda _: []), backends.COMPOSED)
+    monkeypatch.setitem(backends.TABLE, "dsa_attention.forward", rows)
+    backends._choose.cache_clear()
+    with settings(first_use_checks=False):
+        yield calls
+    backends._choose.cache_clear()
+
+
+@pytest.mark.parametrize("how", ["layer", "settings", "neither"])
+def test_recompute_changes_no_bit_beside_a_fused_forward(how, fused_calls):
+    """`neither` is the control: a layer that need not repeat takes the fused forward, and its loss differs."""
+    module, hidden, layout = attention(), torch.randn(24, MODEL), Layout.packed([7, 1, 16])
+    module.dsa = dataclasses.replace(module.dsa, deterministic=True if how == "layer" else None)
+
+    def part(run, x):
+        out = module(x, layout, run)
+        return out.hidden, out.kl
+
+    found = []
+    with settings(deterministic=how == "settings"):
+        for again in (False, True):
+            x, run = hidden.clone().requires_grad_(), Pass(with_kl=True)
+            out, kl = Checkpoints("selective")("attention", part, run, x) if again else part(run, x)
+            grads = torch.autograd.grad(out.sum() + kl, [x, *module.parameters()])
+            found.append([out.detach(), kl.detach(), *grads])
+    same = [torch.equal(one, other) for one, other in zip(*found, strict=True)]
+    assert same[0]
+    assert all(same) == (how != "neither")
+    assert fused_calls == ([24] if how == "neither" else [])

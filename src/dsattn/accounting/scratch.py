@@ -43,8 +43,13 @@ def selection(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
 
 
 def probabilities(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
-    """What the Hopper forward leaves of a run of rows for the indexer's loss: P in bf16, and its tops."""
+    """What the Hopper forward leaves of a run of rows for the indexer's loss: P in bf16, and its tops.
+
+    Nothing in a layer whose bits must repeat: see `ops.dsa.shares_work`.
+    """
     if device == "cpu" or not (one.has_loss and _on_hopper(one)) or here.indexer_shards > 1:
+        return 0
+    if one.config.dsa.deterministic is True:
         return 0
     blocks = -(-one.config.attention.heads // HOPPER_HEADS)
     tiles = -(-one.config.dsa.indexer.top_k // HOPPER_TILE)

@@ -7,7 +7,9 @@
     trials.py     an operation on its operands: how to run, check and count it
     layer.py      one whole DSA layer, forward and backward
     peers.py      how a peer runs the same operation on the same operands
+    agreement.py  whether its result is that of the same work
     run.py        check, time, compare: a trial becomes a record
+    recall.py     what a low precision of selection costs and saves
     records.py    a record, the machine it was made on, files of JSON lines
     plots.py      pictures of records; the length at which sparse attention overtakes dense
 

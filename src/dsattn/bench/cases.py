@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dsattn.bench.patterns import RECENCY, UNIFORM, Order, Pattern, draw
+from dsattn.config import Precision
 from dsattn.errors import InputError
 from dsattn.keys import KeyRange, Layout
 from dsattn.selection import Selection
@@ -62,9 +63,10 @@ SHAPES = {
 class Setting:
     """One benchmark of an operation.
 
-    rows, keys: T and S; row t sees keys 0 .. S - T + t. order: of the selected keys, see `patterns`; `recorded` replays
-    `pattern`. lengths: rows say how many of their slots are keys; without, kernels walk through empty slots too.
-    backend, deterministic: as the operations take them. copies: sets of operands that timings rotate over.
+    rows, keys: T and S; row t sees keys 0 .. S - T + t, or those of its range where `given` are ranges. order: of the
+    selected keys, see `patterns`; `recorded` replays `pattern`. lengths: rows say how many of their slots are keys;
+    without, kernels walk through empty slots too. backend, deterministic, and relu and precision of a selection: as the
+    operations take them. copies: sets of operands that timings rotate over.
     """
 
     shape: Shape
@@ -75,6 +77,9 @@ class Setting:
     pattern: Pattern | None = None
     backend: str = "auto"
     deterministic: bool = False
+    given: KeyRange | None = None
+    relu: bool = True
+    precision: Precision = "bf16"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     copies: int = 1
@@ -89,12 +94,16 @@ class Setting:
 
     @cached_property
     def ranges(self) -> KeyRange:
-        """[T] causal ranges of the last T rows of one sequence."""
+        """[T] ranges: those given, else causal ones of the last T rows of one sequence."""
+        if self.given is not None:
+            return self.given.to(self.device)
         return Layout.continuation(self.keys - self.rows, self.rows).keys.to(self.device)
 
     @property
     def visible_pairs(self) -> int:
         """Query-key pairs inside the ranges."""
+        if self.given is not None:
+            return int(self.ranges.lengths().sum())
         return self.rows * self.keys - self.rows * (self.rows - 1) // 2
 
     def selection(self) -> Selection:

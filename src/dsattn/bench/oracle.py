@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from dsattn.bench.cases import Operands
+from dsattn.config import Precision
 from dsattn.keys import KeyRange
+from dsattn.quantize import from_mxfp8, to_e4m3, to_mxfp8
 
 LIMIT = 2.0
 """Of an error in units of plain torch's."""
-REGRET_LIMIT = 1e-4
-"""Of a selection: how far below the K-th best score a selected one may lie, of the row's largest magnitude."""
+REGRET_LIMIT = {"bf16": 1e-4, "fp8": 5e-4, "mxfp8": 5e-4}
+"""Of a selection in a precision: how far below the K-th best score a selected one may lie, of the row's largest
+magnitude. Hopper adds products of fp8 in about 14 bits: 2.2e-4 was seen."""
 _BUDGET = 2**29  # bytes of gathered keys in fp64
 
 
@@ -95,9 +98,9 @@ class Rows(NamedTuple):
     hidden: Tensor
 
 
-def candidates(operands: Operands, ranges: KeyRange, num_keys: int) -> Rows:
-    """What the sampled rows read: their selected keys, or every visible one."""
-    row = sampled_rows(operands, ranges, num_keys)
+def candidates(operands: Operands, ranges: KeyRange, num_keys: int, row: Tensor | None = None) -> Rows:
+    """What the sampled rows, or those of `row`, read: their selected keys, or every visible one."""
+    row = sampled_rows(operands, ranges, num_keys) if row is None else row
     if operands.selection is not None:
         index = operands.selection.index[row]
         return Rows(row, index.clamp(min=0).long(), index < 0)
@@ -116,8 +119,13 @@ class Attention(NamedTuple):
     dv: Tensor | None
 
 
-def attention(operands: Operands, rows: Rows, dtype: torch.dtype, *, scale: float, value_dim: int) -> Attention:
-    """Attention of the sampled rows and its gradient, all arithmetic in `dtype`, sums over rows in fp32 or better."""
+def attention(
+    operands: Operands, rows: Rows, dtype: torch.dtype, *, scale: float, value_dim: int, wide: bool = False
+) -> Attention:
+    """Attention of the sampled rows and its gradient, all arithmetic in `dtype`, sums over rows in fp32 or better.
+
+    wide: leave these sums as they are, for more rows to be added, instead of rounding them to `dtype`.
+    """
     q, k, grad_out = operands.take("q", "k", "grad_out")
     num_keys = k.shape[0]
     q = q[rows.row].to(dtype).requires_grad_()
@@ -131,8 +139,8 @@ def attention(operands: Operands, rows: Rows, dtype: torch.dtype, *, scale: floa
     lse = logits.detach().logsumexp(-1).flatten(1)
     leaves = [leaf for leaf in (q, k, v) if leaf is not None]
     dq, dk, *dv = torch.autograd.grad(out, leaves, grad_out[rows.row].to(dtype))
-    dv = _summed(dv[0], rows.key, num_keys) if dv else None
-    return Attention(out.detach(), lse, dq, _summed(dk, rows.key, num_keys), dv)
+    dv = _summed(dv[0], rows.key, num_keys, wide) if dv else None
+    return Attention(out.detach(), lse, dq, _summed(dk, rows.key, num_keys, wide), dv)
 
 
 def logits_of(q: Tensor, keys: Tensor, hidden: Tensor, scale: float) -> Tensor:
@@ -150,8 +158,10 @@ class Distillation(NamedTuple):
     dw: Tensor
 
 
-def distillation(operands: Operands, rows: Rows, dtype: torch.dtype, *, scale: float) -> Distillation:
-    """The indexer's loss on the sampled rows and its gradient, in `dtype`; rows must have a key."""
+def distillation(
+    operands: Operands, rows: Rows, dtype: torch.dtype, *, scale: float, wide: bool = False
+) -> Distillation:
+    """The indexer's loss on the sampled rows and its gradient, in `dtype`; rows must have a key. wide: as there."""
     q, k, q_i, k_i, w = operands.take("q", "k", "q_i", "k_i", "w")
     keys, num_keys = k.to(dtype)[rows.key], k.shape[0]
     keys = keys[:, :, None] if keys.dim() == 3 else keys
@@ -162,19 +172,40 @@ def distillation(operands: Operands, rows: Rows, dtype: torch.dtype, *, scale: f
     log_share = scores.masked_fill(rows.hidden, -torch.inf).log_softmax(-1).masked_fill(rows.hidden, 0.0)
     kl = (torch.special.xlogy(target, target) - target * log_share).sum() / len(rows.row)
     dq, dk, dw = torch.autograd.grad(kl, (q, k, w))
-    return Distillation(kl.detach(), dq, _summed(dk, rows.key, num_keys), dw)
+    return Distillation(kl.detach(), dq, _summed(dk, rows.key, num_keys, wide), dw)
 
 
-def regret(index: Tensor, operands: Operands, ranges: KeyRange) -> Error:
-    """How much worse than the best a selection [T, K] is, on sampled rows, against scores in fp64.
+def rounded(x: Tensor, precision: Precision) -> Tensor:
+    """x [..., D] in fp64, after it was rounded as a selection in `precision` rounds it."""
+    if precision == "bf16":
+        return x.double()
+    if precision == "mxfp8":
+        return from_mxfp8(*to_mxfp8(x)).double()
+    value, scale = to_e4m3(x)
+    return value.double() * scale[..., None].double()
+
+
+def regret(
+    index: Tensor,
+    operands: Operands,
+    ranges: KeyRange,
+    precision: Precision = "bf16",
+    *,
+    relu: bool = True,
+    row: Tensor | None = None,
+) -> Error:
+    """How much worse than the best a selection [T, K] is, on sampled rows or those of `row`, against scores of the
+    rounded operands in fp64.
 
     Of a row: how far its lowest selected score lies below the K-th best, over the largest magnitude of its scores.
     Infinite where indices are not distinct, ascending, visible keys followed by -1, as many as there can be.
     """
     q_i, k_i, w = operands.take("q_i", "k_i", "w")
-    row = sampled_rows(operands, ranges, k_i.shape[0])
-    q, k, w = q_i[row].double(), k_i.double(), w[row].double()
-    scores = torch.stack([(one @ k.T).relu().T @ weight for one, weight in zip(q, w, strict=True)])
+    limit = REGRET_LIMIT[precision]
+    row = sampled_rows(operands, ranges, k_i.shape[0]) if row is None else row
+    q, k, w = rounded(q_i[row], precision), rounded(k_i, precision), w[row].double()
+    dots = (one @ k.T for one in q)
+    scores = torch.stack([(dot.relu() if relu else dot).T @ weight for dot, weight in zip(dots, w, strict=True)])
     key = torch.arange(k.shape[0], device=k.device)
     scores.masked_fill_((key < ranges.start[row, None]) | (key >= ranges.stop[row, None]), -torch.inf)
     chosen = index[row].long()
@@ -182,17 +213,18 @@ def regret(index: Tensor, operands: Operands, ranges: KeyRange) -> Error:
     filled = torch.arange(index.shape[1], device=k.device) < wanted[:, None]
     ascending = (chosen[:, 1:] > chosen[:, :-1]) | ~filled[:, 1:]
     if not (torch.equal(chosen >= 0, filled) and ascending.all()):
-        return Error(torch.inf, torch.inf, REGRET_LIMIT)
+        return Error(torch.inf, torch.inf, limit)
     lowest = scores.gather(1, chosen.clamp(min=0)).masked_fill(~filled, torch.inf).amin(1)
     best = scores.topk(min(index.shape[1], k.shape[0]), dim=1).values
     cutoff = best.gather(1, (wanted[:, None].long() - 1).clamp(min=0))[:, 0]
     size = scores.masked_fill(scores == -torch.inf, 0.0).abs().amax(1).clamp(min=1e-30)
     lost = ((cutoff - lowest) / size).masked_fill(wanted == 0, 0.0)
-    return Error(float(lost.max()), float(lost.mean()), REGRET_LIMIT)
+    return Error(float(lost.max()), float(lost.mean()), limit)
 
 
-def _summed(grad: Tensor, key: Tensor, num_keys: int) -> Tensor:
+def _summed(grad: Tensor, key: Tensor, num_keys: int, wide: bool) -> Tensor:
     """[S, ...]: gradients of gathered keys [R, N, ...] summed key by key; hidden keys hold zeros."""
-    wide = grad.double() if grad.dtype == torch.float64 else grad.float()
-    total = wide.new_zeros(num_keys, *grad.shape[2:])
-    return total.index_add_(0, key.flatten(), wide.flatten(0, 1)).to(grad.dtype)
+    summand = grad.double() if grad.dtype == torch.float64 else grad.float()
+    total = summand.new_zeros(num_keys, *grad.shape[2:])
+    total.index_add_(0, key.flatten(), summand.flatten(0, 1))
+    return total if wide else total.to(grad.dtype)

@@ -10,14 +10,13 @@ Letters: T query rows, S keys, K kept keys.
 import contextlib
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from dsattn.backends import deep_gemm, flash_mla, tilelang
+from dsattn.backends import Call, deep_gemm, flash_mla, tilelang
 from dsattn.backends.cudnn import frontend
 from dsattn.backends.cudnn import indexer_kl as cudnn_kl
 from dsattn.backends.cudnn import select as cudnn_scores
@@ -27,6 +26,7 @@ from dsattn.bench.cases import Operands, Setting
 from dsattn.bench.timing import Run
 from dsattn.bench.trials import Trial, attend
 from dsattn.errors import BackendUnavailable, InputError
+from dsattn.ops import select_keys
 from dsattn.selection import Selection
 
 Peer = Callable[[Trial, Operands], Run]
@@ -101,18 +101,36 @@ def _tilelang_keys(trial: Trial, operands: Operands) -> Run:
 
 def _deep_gemm_keys(trial: Trial, operands: Operands) -> Run:
     """fp8 scores; ranked by cuDNN where it is installed, else by torch."""
-    q, k, w = operands.take("q_i", "k_i", "w")
-    fp8, keys, top_k = deep_gemm.quantized(q, k, w, "fp8"), trial.setting.ranges, trial.setting.shape.top_k
+    return _deep_gemm_then("cudnn" if find_spec("cudnn") else "torch")(trial, operands)
 
-    def ranked_by_cudnn() -> Tensor:
-        scores = deep_gemm.indexer_scores(fp8, keys.start, keys.stop)
-        return cudnn_topk.bare_topk(scores, keys.stop, top_k)[0]
 
-    def ranked_by_torch() -> Tensor:
-        scores = deep_gemm.indexer_scores(fp8, keys.start, keys.stop)
-        return scores.topk(min(top_k, scores.shape[1]), dim=1, sorted=False).indices
+def _deep_gemm_then(ranking: str) -> Peer:
+    """Scores in the trial's precision, fp8 for one in bf16, ranked by `cudnn` or `torch`."""
 
-    return ranked_by_cudnn if find_spec("cudnn") else ranked_by_torch
+    def prepare(trial: Trial, operands: Operands) -> Run:
+        q, k, w = operands.take("q_i", "k_i", "w")
+        setting, keys, top_k = trial.setting, trial.setting.ranges, trial.setting.shape.top_k
+        precision = "fp8" if setting.precision == "bf16" else setting.precision
+        call = Call.of(q, len(k), heads=q.shape[1], width=q.shape[2], top_k=top_k, precision=precision)
+        if q.is_cuda and (lacks := deep_gemm.requirements(call)):
+            raise BackendUnavailable(f"deep_gemm needs {', '.join(lacks)}")
+        low = deep_gemm.quantized(q, k, w, precision)
+
+        def run() -> Tensor:
+            scores = deep_gemm.indexer_scores(low, keys.start, keys.stop)
+            if ranking == "cudnn":
+                return cudnn_topk.bare_topk(scores, keys.stop, top_k)[0]
+            return scores.topk(min(top_k, scores.shape[1]), dim=1, sorted=False).indices
+
+        return run
+
+    return prepare
+
+
+def _own_bf16(trial: Trial, operands: Operands) -> Run:
+    """Our own selection without rounding: what a low precision must beat."""
+    (q, k, w), setting = operands.take("q_i", "k_i", "w"), trial.setting
+    return lambda: select_keys(q, k, w, setting.ranges, setting.shape.top_k, relu=setting.relu).index
 
 
 Loss = tuple[Tensor, Tensor, Tensor]  # the sum over rows of the KL, the target and the softmax of the scores, [T, K]
@@ -234,43 +252,17 @@ PEERS: dict[str, dict[str, Peer]] = {
 }
 """Operation -> name -> peer. `dsa_layer` under `torch` is dense attention: another computation, to be replaced."""
 
+LOW_PRECISION: dict[str, Peer] = {
+    "bf16": _own_bf16,
+    "deep_gemm": _deep_gemm_then("cudnn"),
+    "deep_gemm_torch": _deep_gemm_then("torch"),
+}
+"""Name -> peer of `select_keys` in fp8 or mxfp8. DeepGEMM's operands come rounded; ours are rounded while timed."""
+
 
 def peers_of(trial: Trial) -> dict[str, Peer]:
     """The peers of a trial's operation, without the one that serves it; none for the loss over every visible key."""
     if trial.op.startswith("indexer_kl") and trial.shape["K"] == 0:
         return {}
-    return {name: peer for name, peer in PEERS.get(trial.op, {}).items() if name != trial.choice.name}
-
-
-def disagreement(trial: Trial, name: str, ours: Any, theirs: Any) -> str:
-    """Why a peer's result is not that of the same work, empty where it is.
-
-    Tensors may differ by 3 % in norm, as far as the peer returns them; selections in 2 % of their keys, in 20 % where
-    fp8 scores chose them.
-    """
-    if trial.op == "dsa_layer" and name == "torch":
-        return ""
-    if trial.op.startswith("select"):
-        found, allowed = _differing_keys(ours, theirs, trial.setting.keys), 0.2 if name == "deep_gemm" else 0.02
-        return f"selects {found:.1%} other keys" if found > allowed else ""
-    for number, (mine, other) in enumerate(zip(_flat(ours), _flat(theirs), strict=False)):
-        distance = float((mine.float() - other.float()).norm() / mine.float().norm().clamp(min=1e-30))
-        if not distance <= 0.03:
-            return f"result {number} differs by {distance:.1%} from ours"
-    return ""
-
-
-def _differing_keys(ours: Tensor, theirs: Tensor, num_keys: int) -> float:
-    row = torch.linspace(0, len(ours) - 1, min(len(ours), 64), device=ours.device).long()
-    mine, other = (_mask(index[row], num_keys) for index in (ours, theirs))
-    return float((mine & ~other).sum() / mine.sum().clamp(min=1))
-
-
-def _mask(index: Tensor, num_keys: int) -> Tensor:
-    held = torch.zeros(len(index), num_keys + 1, dtype=torch.bool, device=index.device)
-    return held.scatter_(1, torch.where(index < 0, num_keys, index).long(), True)[:, :num_keys]
-
-
-def _flat(results: Any) -> list[Tensor]:
-    found = [results] if isinstance(results, Tensor) else list(results)
-    return [x for x in found if isinstance(x, Tensor)]
+    found = PEERS.get(trial.op, {}) if trial.setting.precision == "bf16" else LOW_PRECISION
+    return {name: peer for name, peer in found.items() if name != trial.choice.name}

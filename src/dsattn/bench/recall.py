@@ -5,19 +5,19 @@ see no more keys than they keep lose nothing in any precision, and are left out.
 Letters: T query rows, S keys, H indexer heads, D indexer width, K kept keys.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsattn.bench.cases import Setting
-from dsattn.bench.records import Machine
-from dsattn.bench.timing import measure
+from dsattn.bench.cases import Operands, Setting, Shape
+from dsattn.bench.records import Machine, Record
+from dsattn.bench.run import Refusal, timed
+from dsattn.bench.trials import select_keys_trial
 from dsattn.config import Precision
-from dsattn.errors import BackendUnavailable, InputError
+from dsattn.errors import InputError
 from dsattn.keys import KeyRange
 from dsattn.nn.norm import hadamard
 from dsattn.ops import select_keys
@@ -25,7 +25,6 @@ from dsattn.ops import select_keys
 FILE = "recall.jsonl"
 _OUTLIERS = 4  # channels of keys that are so much larger
 _LARGER = 32.0
-_TIMED = ("auto", "deep_gemm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,48 +75,76 @@ def recall(index: Tensor, better: Tensor, keys: KeyRange) -> Tensor:
 class Recall:
     """A precision on one kind of input.
 
-    shape: T, S, H_I, D, K. rows: that counted. recall, least: mean and worst row, against `bf16` and `fp32` operands.
-    ms: name -> milliseconds of a call: of `bf16`, of `auto` in this precision, of `deep_gemm` in it, where they serve.
-    unavailable: name -> why it does not.
+    record: as of any operation; its peers are ours in bf16 and DeepGEMM's scores in this precision, ranked by cuDNN or
+    torch. inputs: where they come from. rows: that count for the recall. recall, least: mean and worst row, against
+    `bf16`, operands as a model holds them, and `fp32`, operands before that rounding.
     """
 
+    record: Record
     inputs: str
     precision: str
-    shape: dict[str, int]
     rows: int
     recall: dict[str, float]
     least: dict[str, float]
-    ms: dict[str, float]
-    unavailable: dict[str, str]
 
-    def line(self, machine: Machine) -> str:
-        """One line of JSON, with the machine's fields beside the others."""
-        return json.dumps({**asdict(self), **asdict(machine)}, allow_nan=False)
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; the record's fields stand beside the others."""
+        tree = asdict(self)
+        del tree["record"]
+        return {**self.record.to_dict(), **tree}
 
 
-def measured(inputs: Inputs, precision: Precision, dtype: torch.dtype, *, seconds: float = 1.0) -> Recall:
-    """Recall and times of one precision, of operands rounded to `dtype` as a model would hold them."""
-    device = inputs.q.device
-    held = replace(inputs, q=inputs.q.to(dtype), k=inputs.k.to(dtype), w=inputs.w.to(dtype))
-    index = _select(held, precision)
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to measure. dtype: what a model holds operands in. backend: of the precision, as `select_keys` takes it.
+
+    peers: whether to time others too. seconds: about how long to repeat each call.
+    """
+
+    precision: Precision
+    dtype: torch.dtype = torch.bfloat16
+    backend: str = "auto"
+    peers: bool = False
+    seconds: float = 1.0
+
+
+def measured(inputs: Inputs, options: Options, machine: Machine) -> Recall | Refusal:
+    """Check, time and compare one precision on operands rounded to `dtype`."""
+    held = replace(inputs, q=inputs.q.to(options.dtype), k=inputs.k.to(options.dtype), w=inputs.w.to(options.dtype))
+    setting = _setting(held, options)
+
+    def copy(_: int) -> Operands:
+        return Operands(q_i=held.q.clone(), k_i=held.k.clone(), w=held.w.clone())
+
+    rest: dict[str, Any] = {"peers": options.peers, "seconds": options.seconds}
+    record = timed("select_keys", lambda: select_keys_trial(setting, copy), setting, machine, **rest)
+    if isinstance(record, Refusal):
+        return record
+    index = _select(held, options.precision, options.backend)
     against = {"bf16": _select(held, "bf16"), "fp32": _select(_wide(inputs), "bf16")}
     shares = {name: recall(index, better, inputs.keys) for name, better in against.items()}
-    ms, unavailable = {"bf16": measure([lambda: _select(held, "bf16")], device, seconds=seconds).median}, {}
-    for backend in _TIMED:
-        try:
-            ms[backend] = measure([lambda b=backend: _select(held, precision, b)], device, seconds=seconds).median
-        except BackendUnavailable as reason:
-            unavailable[backend] = str(reason)
-    rows, heads, width = inputs.q.shape
     return Recall(
+        record=record,
         inputs=inputs.name,
-        precision=precision,
-        shape={"T": rows, "S": len(inputs.k), "H_I": heads, "D": width, "K": inputs.top_k},
+        precision=options.precision,
         rows=len(shares["bf16"]),
         recall={name: float(share.mean()) for name, share in shares.items()},
         least={name: float(share.min()) for name, share in shares.items()},
-        ms=ms,
-        unavailable=unavailable,
+    )
+
+
+def _setting(inputs: Inputs, options: Options) -> Setting:
+    rows, heads, width = inputs.q.shape
+    return Setting(
+        shape=Shape(index_heads=heads, index_width=width, top_k=inputs.top_k),
+        rows=rows,
+        keys=len(inputs.k),
+        given=inputs.keys,
+        relu=inputs.relu,
+        precision=options.precision,
+        backend=options.backend,
+        device=inputs.q.device,
+        dtype=options.dtype,
     )
 
 
@@ -128,10 +155,3 @@ def _wide(inputs: Inputs) -> Inputs:
 def _select(inputs: Inputs, precision: Precision, backend: str = "auto") -> Tensor:
     options = {"relu": inputs.relu, "backend": backend}
     return select_keys(inputs.q, inputs.k, inputs.w, inputs.keys, inputs.top_k, precision=precision, **options).index
-
-
-def append(path: Path, line: str) -> None:
-    """Add a line to a file, which is made where it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")

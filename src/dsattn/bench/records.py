@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -90,7 +90,13 @@ class Record:
         return {**tree, **machine}
 
 
-def append(path: Path, record: Record) -> None:
+class Line(Protocol):
+    """What becomes a line of a file."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def append(path: Path, record: Line) -> None:
     """Add one line to a file, which is made where it is missing. The line is on its way to the disk on return."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:

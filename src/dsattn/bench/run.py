@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from dsattn.bench.agreement import disagreement
 from dsattn.bench.cases import Setting
 from dsattn.bench.layer import layer_trial
 from dsattn.bench.oracle import Error
 from dsattn.bench.patterns import Order
-from dsattn.bench.peers import disagreement, peers_of
+from dsattn.bench.peers import peers_of
 from dsattn.bench.records import Machine, Record
 from dsattn.bench.timing import measure, peak_bytes
 from dsattn.bench.trials import (
@@ -84,8 +85,15 @@ def settings_of(name: str, base: Setting, orders: tuple[Order, ...], determinist
 
 def bench(name: str, setting: Setting, machine: Machine, *, peers: bool, seconds: float = 1.0) -> Record | Refusal:
     """Run one benchmark. A wrong kernel is never timed; nor is what lacks memory or a backend that can serve."""
+    return timed(name, lambda: BENCHMARKS[name](setting), setting, machine, peers=peers, seconds=seconds)
+
+
+def timed(
+    name: str, build: Callable[[], Trial], setting: Setting, machine: Machine, *, peers: bool, seconds: float
+) -> Record | Refusal:
+    """Check and time the trial of `setting` that `build` makes. name: for a refusal."""
     try:
-        trial = BENCHMARKS[name](setting)
+        trial = build()
         error = trial.check()
         if error.wrong:
             return Refusal(trial.op, setting.keys, f"{trial.choice.name} is wrong: {error}")

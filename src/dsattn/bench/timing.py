@@ -35,14 +35,14 @@ def measure(
     """Median, fastest and slowest of repeated calls, taking `runs` in turn.
 
     Each of `runs` is called once before, untimed: it compiles, and fills caches of memory. seconds: about how long to
-    repeat, between `least` and `most` times. A GPU's calls are enqueued without waiting between them, so that a call
-    longer than its own launch is timed without the launch.
+    repeat, between `least` and `most` times; calls of half a second and more three times at least. A GPU's calls are
+    enqueued without waiting between them, so that a call longer than its own launch is timed without the launch.
     """
     for run in runs:
         run()
     clock = _events if device.type == "cuda" else _wall
     (once,) = clock(runs[:1], 1, device)
-    repeats = max(least, min(most, int(1e3 * seconds / max(once, 1e-3))))
+    repeats = max(least if once < 500 else min(least, 3), min(most, int(1e3 * seconds / max(once, 1e-3))))
     taken = sorted(clock(runs, repeats, device))
     return Times(median=taken[len(taken) // 2], min=taken[0], max=taken[-1])
 

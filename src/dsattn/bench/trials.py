@@ -236,16 +236,18 @@ def distillation_results(
     ]
 
 
-def select_keys_trial(setting: Setting) -> Trial:
-    """`select_keys`: scores and ranking."""
-    sets = rotated(lambda seed: indexer(setting, seed), setting)
+def select_keys_trial(setting: Setting, make: Callable[[int], Operands] | None = None) -> Trial:
+    """`select_keys`: scores and ranking. make: operands of a seed; random ones without."""
+    sets = rotated(make or (lambda seed: indexer(setting, seed)), setting)
     shape = described(setting, sets[0])
 
     def run(operands: Operands) -> Tensor:
         q_i, k_i, w = operands.take("q_i", "k_i", "w")
-        return select_keys(q_i, k_i, w, setting.ranges, setting.shape.top_k, backend=setting.backend).index
+        options: dict[str, Any] = {"relu": setting.relu, "precision": setting.precision, "backend": setting.backend}
+        return select_keys(q_i, k_i, w, setting.ranges, setting.shape.top_k, **options).index
 
-    call = Call.of(sets[0].take("q_i")[0], setting.keys, heads=shape["H_I"], width=shape["D"], top_k=shape["K"])
+    rest = {"heads": shape["H_I"], "width": shape["D"], "top_k": shape["K"], "precision": setting.precision}
+    call = Call.of(sets[0].take("q_i")[0], setting.keys, **rest)
     return Trial(
         op="select_keys",
         setting=setting,
@@ -253,7 +255,7 @@ def select_keys_trial(setting: Setting) -> Trial:
         sets=sets,
         choice=choose("select_keys", call, setting.backend),
         prepare=lambda operands: lambda: run(operands),
-        check=lambda: oracle.regret(run(sets[0]), sets[0], setting.ranges),
+        check=lambda: oracle.regret(run(sets[0]), sets[0], setting.ranges, setting.precision, relu=setting.relu),
         flops=2 * shape["H_I"] * shape["D"] * setting.visible_pairs,
         reads=size(sets[0].tensors),
     )

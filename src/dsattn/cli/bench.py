@@ -16,7 +16,7 @@ from dsattn.bench.records import Machine, Record
 from dsattn.bench.run import BENCHMARKS, WHOLE_SEQUENCES, Refusal, bench, family, settings_of
 from dsattn.cli import recall
 from dsattn.cli.arguments import UsageError, parse, pick
-from dsattn.cli.tables import amount
+from dsattn.cli.tables import amount, told_of_peers
 from dsattn.errors import InputError
 
 if TYPE_CHECKING:
@@ -176,9 +176,7 @@ def _shown(record: Record) -> Iterator[str]:
             f"{record.error.max:.2g}/{record.error.mean:.2g} of {record.error.limit:g}",
         ]
     )
-    told = [f"{name} {time:.3f} ms ({record.ratio[name]:.2f} x ours)" for name, time in record.peers.items()]
-    told += [f"{name}: {reason}" for name, reason in record.unavailable.items()]
-    yield from (f"    {peer}" for peer in told)
+    yield from told_of_peers(record)
 
 
 def _line(cells: list[str]) -> str:

@@ -1,6 +1,7 @@
 """`dsattn bench select`: what a precision of selection costs and saves."""
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +9,14 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 
+from dsattn.bench import recall as measuring
+from dsattn.bench import records
 from dsattn.bench.cases import Setting, shape_named
-from dsattn.bench.recall import FILE, Inputs, append, drawn, measured
+from dsattn.bench.recall import Inputs, drawn
 from dsattn.bench.records import Machine
+from dsattn.bench.run import Refusal
 from dsattn.cli.arguments import parse
+from dsattn.cli.tables import told_of_peers
 from dsattn.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,27 +42,58 @@ class Options:
     """Query rows, the last of the sequence."""
     top_k: int | None = None
     """Kept keys; None takes the shape's."""
+    backend: str = "auto"
+    """A backend of the precision by name."""
+    peers: bool = False
+    """Time ours in bf16, and DeepGEMM where it is installed, on the same operands too."""
     device: str = "auto"
     """`auto` takes a GPU where there is one."""
     seconds: float = 1.0
     """About how long to repeat each call."""
     out: Path = Path("results")
     """Folder of recall.jsonl, to which lines are added."""
+    commit: str | None = None
+    """Commit to write into the records; None asks git."""
+    dirty: bool = False
+    """The tree differs from --commit; git is asked where no commit is given."""
 
 
 def run(arguments: list[str]) -> int:
-    """Measure every input, print a line each."""
+    """Measure every input, print and keep a line each; 1 where a selection was wrong or could not be had."""
     options = parse(Options, arguments, prog="dsattn bench select")
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(auto if options.device == "auto" else options.device)
-    machine = Machine.here(device, commit=None)
+    machine = Machine.here(device, commit=options.commit, dirty=options.dirty)
     of_run = () if options.run is None else tuple(_of_run(options.run, str(device)))  # a wrong run costs no measurement
+    how = measuring.Options(
+        precision=options.precision, backend=options.backend, peers=options.peers, seconds=options.seconds
+    )
+    print(_line(["inputs", "keys", "backend", "ms", "recall of bf16", "of fp32", "error"]), flush=True)
+    refused = 0
     for inputs in itertools.chain(_drawn(options, device), of_run):
-        found = measured(inputs, options.precision, torch.bfloat16, seconds=options.seconds)
-        line = found.line(machine)
-        append(options.out / FILE, line)
-        print(line, flush=True)
-    return 0
+        found = measuring.measured(inputs, how, machine)
+        if isinstance(found, Refusal):
+            refused += 1
+            print(f"dsattn: {inputs.name} at {found.keys} keys: {found.reason}", file=sys.stderr, flush=True)
+            continue
+        records.append(options.out / measuring.FILE, found)
+        print("\n".join(_shown(found)), flush=True)
+    return 1 if refused else 0
+
+
+def _shown(found: measuring.Recall) -> Iterator[str]:
+    """The line of a measurement, and those of its peers. A recall is the mean, and the worst row's."""
+    record = found.record
+    shares = [f"{found.recall[name]:.4f} ({found.least[name]:.4f})" for name in ("bf16", "fp32")]
+    error = f"{record.error.max:.2g} of {record.error.limit:g}"
+    ms = f"{record.ms.median:.3f} ({record.ms.min:.3f}-{record.ms.max:.3f})"
+    yield _line([found.inputs, str(record.shape["S"]), record.backend, ms, *shares, error])
+    yield from told_of_peers(record)
+
+
+def _line(cells: list[str]) -> str:
+    widths = (28, 8, 10, 28, 18, 18, 0)
+    return " ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
 def _drawn(options: Options, device: torch.device) -> Iterator[Inputs]:

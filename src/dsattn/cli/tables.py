@@ -1,6 +1,10 @@
 """Text tables and amounts for the terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsattn.bench.records import Record
 
 _PREFIXES = ("", "K", "M", "G", "T", "P", "E", "Z")
 
@@ -29,3 +33,11 @@ def amount(value: float, unit: str) -> str:
 def share(value: float | None) -> str:
     """A percentage, `-` where there is none."""
     return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def told_of_peers(record: "Record") -> Iterator[str]:
+    """A line a peer of a benchmark: its time, or why there is none."""
+    for name, time in record.peers.items():
+        yield f"    {name} {time:.3f} ms ({record.ratio[name]:.2f} x ours)"
+    for name, reason in record.unavailable.items():
+        yield f"    {name}: {reason}"

@@ -21,6 +21,7 @@ from dsattn.nn.attention import without_padding
 from dsattn.nn.indexer import IndexerOutput
 from dsattn.nn.rope import RotaryTable, rotate
 from dsattn.ops import dense_mla, dsa_attention, indexer_kl, output_gate, select_keys, sparse_mla
+from dsattn.ops.dsa import shares_work
 from dsattn.selection import Selection
 
 IndexInputs = tuple[Tensor, Tensor | None, RotaryTable | None, Tensor | None]
@@ -118,10 +119,10 @@ def _attend(
     selection = _selection(attn, microbatch, layout, index, index_inputs, handed)
     if not learns or index is None:
         return sparse_mla(q, kv, selection, **attending)[0], selection
-    if microbatch.kept is None:
+    if shares_work(settings.deterministic) and microbatch.kept is None:
         rows = {"real_rows": layout.real_rows, "kl_weight": 1.0}
         out, _, loss = dsa_attention(q, kv, selection, *index, keys, **rows, **attending)
-    else:  # two operations with the same results: attention runs again, the loss does not
+    else:  # two operations where attention runs again and the loss does not
         out, lse = sparse_mla(q, kv, selection, **attending)
         loss = _kl(microbatch, layout, index, q, kv, lse, selection, options)
     microbatch.report.add(attn.layer_idx, loss)

@@ -60,6 +60,15 @@ def dsa_attention(
     return _forward(q, kv, sink, q_i, k_i, w, *rows, keys.start, keys.stop, *flags)[:3]
 
 
+def shares_work(deterministic: bool | None) -> bool:
+    """Whether a layer may take this operation rather than its parts.
+
+    A fused forward's loss has other bits than the parts', which a recomputed layer runs. A deterministic layer always
+    runs the parts, so that recompute changes no bit.
+    """
+    return not resolve_deterministic(deterministic)
+
+
 def _choose(
     direction: str, q: Tensor, kv: Tensor, index: Tensor, value_dim: int, deterministic: bool, backend: str
 ) -> Choice:

@@ -91,10 +91,10 @@ def test_compiles_for_hopper(
     attention, sums = (assemble(launch) for launch in launches)
     assert attention.complaints == sums.complaints == []
     assert attention.shared <= 232448
-    assert attention.registers <= 128
+    assert attention.registers <= 65536 // 384
     assert attention.spills <= 16
     assert sums.spills == 0
-    assert attention.ptx.count("st.global.v4.b32") == 4
+    assert attention.ptx.count("st.global.v4.b32") == 2 * 4  # of `even` and of `odd`
 
 
 def in_register_order(p: Tensor) -> Tensor:

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from dsattn.backends import Call
+from dsattn.config import Precision
 from dsattn.errors import BackendUnavailable
 from dsattn.keys import KeyRange
 from dsattn.ops import select_keys
+from dsattn.quantize import from_e4m3, to_e4m3
 
 pytest.importorskip("triton")
 HERE = Call(device="cuda", capability=90, dtype="bfloat16", heads=32, width=128, top_k=2048)
@@ -22,7 +24,9 @@ HERE = Call(device="cuda", capability=90, dtype="bfloat16", heads=32, width=128,
         ({}, []),
         ({"width": 64, "heads": 8}, []),
         ({"capability": 80}, ["a GPU of compute capability 9.0 (Hopper)"]),
-        ({"dtype": "float32"}, ["bfloat16 operands"]),
+        ({"dtype": "float32"}, ["bfloat16 operands, or precision 'fp8'"]),
+        ({"dtype": "float32", "precision": "fp8"}, []),
+        ({"precision": "mxfp8"}, ["precision 'bf16' or 'fp8'"]),
         ({"width": 96}, ["an indexer width of 64 or 128"]),
         ({"heads": 4}, ["at least 8 indexer heads"]),
         ({"heads": 65}, ["at most 64 indexer heads"]),
@@ -39,10 +43,9 @@ def test_requirements(changes: dict[str, object], lacks: list[str], monkeypatch:
 @pytest.mark.parametrize(
     ("changes", "lacks"),
     [
-        ({"size_class": "64K"}, []),
-        ({"size_class": "above", "heads": 8}, []),
-        ({"size_class": "8K"}, ["more than 8K keys to be the faster one"]),
-        ({"size_class": "64K", "heads": 64}, ["at most 32 indexer heads to be the faster one"]),
+        ({"size_class": "8K"}, []),
+        ({"size_class": "above", "heads": 17}, []),
+        ({"size_class": "64K", "heads": 16}, ["more than 16 indexer heads, where it was seen to be the faster one"]),
     ],
 )
 def test_auto_takes_it_where_it_is_faster(changes: dict[str, object], lacks: list[str]) -> None:
@@ -64,6 +67,9 @@ def test_refuses_other_dtypes() -> None:
     for operands in ((q.float(), k, w), (q, k.half(), w), (q, k, w.double())):
         with pytest.raises(BackendUnavailable, match="use backend='triton'"):
             select_keys(*operands, stop, stop, 2, True, False, 2**20)
+    for operands in ((q.double(), k, w), (q, k.double(), w), (q, k, w.double())):
+        with pytest.raises(BackendUnavailable, match="precision='fp8'; cast them or use backend='triton'"):
+            select_keys(*operands, stop, stop, 2, True, False, 2**20, "fp8")
 
 
 def loose(x: Tensor) -> Tensor:
@@ -106,7 +112,7 @@ def test_chunks_fill_the_processors(
     select._score(q, k, torch.zeros(1, 1).expand(rows, heads), stop, stop, True, torch.zeros(1, 1).expand(rows, 64))
     (launch,) = launches
     assert launch.grid == (programs,)
-    assert launch.arguments[11] == chunk // 64
+    assert launch.arguments[12] == chunk // 64
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(0, 5), (5, 0)])
@@ -168,26 +174,32 @@ def test_whole_numbers_give_the_selection_of_the_rule(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize(("heads", "width"), [(32, 128), (64, 128), (12, 64)])
-def test_bits_follow_from_row_and_key_alone(hopper: str, heads: int, width: int) -> None:
+def test_bits_follow_from_row_and_key_alone(hopper: str, heads: int, width: int, precision: Precision) -> None:
     """Other rows beside it, other blocks, keys at other places: the same bits; and they are near those in fp64."""
     q, k, w, ranges = operands(heads, width, 300, 20000, hopper, whole=False)
-    whole = select_keys(q, k, w, ranges, 512, return_scores=True, backend="hopper")
-    small = select_keys(q, k, w, ranges, 512, return_scores=True, block_bytes=2**22, backend="hopper")
+    asked = {"return_scores": True, "backend": "hopper", "precision": precision}
+    whole = select_keys(q, k, w, ranges, 512, **asked)
+    small = select_keys(q, k, w, ranges, 512, block_bytes=2**22, **asked)
     assert whole.index.equal(small.index)
     assert whole.score.equal(small.score)
     for part in (slice(37, 138), slice(299, 300)):
         some = KeyRange(ranges.start[part], ranges.stop[part])
-        got = select_keys(q[part], k, w[part], some, 512, return_scores=True, backend="hopper")
+        got = select_keys(q[part], k, w[part], some, 512, **asked)
         assert got.index.equal(whole.index[part])
         assert got.score.equal(whole.score[part])
     moved = KeyRange(ranges.start + 77, ranges.stop + 77)
-    got = select_keys(q, torch.cat([k[:77], k]), w, moved, 512, return_scores=True, backend="hopper")
+    got = select_keys(q, torch.cat([k[:77], k]), w, moved, 512, **asked)
     assert got.index.equal(torch.where(whole.index < 0, -1, whole.index + 77))
     assert got.score.equal(whole.score)
     row, live = 3, whole.index[3] >= 0
+    if precision == "fp8":
+        q, k = (from_e4m3(*to_e4m3(x)) for x in (q, k))
     dot = (k[whole.index[row, live].long()].double() @ q[row].double().T).relu() @ w[row].double()
-    torch.testing.assert_close(whole.score[row, live].double(), dot, rtol=1e-4, atol=1e-2)
+    # The tensor cores add products of E4M3 in about 14 bits.
+    near = {"rtol": 1e-4, "atol": 1e-2} if precision == "bf16" else {"rtol": 1e-3, "atol": 0.1}
+    torch.testing.assert_close(whole.score[row, live].double(), dot, **near)
 
 
 @pytest.mark.gpu

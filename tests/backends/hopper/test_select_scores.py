@@ -10,23 +10,37 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "width"), [(32, 128), (64, 128), (12, 64)])
-def test_compiles_for_hopper(launches: list, assemble: Callable[[Any], Any], heads: int, width: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "width", "dtype"),
+    [
+        (32, 128, torch.bfloat16),
+        (64, 64, torch.bfloat16),
+        (64, 128, torch.float8_e4m3fn),
+        (12, 64, torch.float8_e4m3fn),
+    ],
+)
+def test_compiles_for_hopper(
+    launches: list, assemble: Callable[[Any], Any], heads: int, width: int, dtype: torch.dtype
+) -> None:
     from dsattn.backends.hopper.select import _score
 
-    rows, keys = 64, 1024
-    q, k = torch.zeros(rows, heads, width, dtype=torch.bfloat16), torch.zeros(keys, width, dtype=torch.bfloat16)
-    stop = torch.zeros(rows, dtype=torch.int32)
-    _score(q, k, torch.zeros(rows, heads), stop, stop, True, torch.zeros(rows, keys))
+    rows, keys, fp8 = 64, 1024, dtype == torch.float8_e4m3fn
+    q, k = torch.zeros(rows, heads, width).to(dtype), torch.zeros(keys, width).to(dtype)
+    stop, scale = torch.zeros(rows, dtype=torch.int32), torch.zeros(keys) if fp8 else None
+    _score(q, k, torch.zeros(rows, heads), stop, stop, True, torch.zeros(rows, keys), key_scale=scale)
     (launch,) = launches
     got = assemble(launch)
+    padded_heads = max(heads, 16)
     assert got.complaints == []
     assert got.spills == 0
     assert got.shared <= 232448
-    assert got.ptx.count("wgmma.mma_async") == 2 * width // 16
+    # two groups, and before each one's loop the first product: three halves of the columns
+    assert got.ptx.count("wgmma.mma_async") == 2 * 3 * width * dtype.itemsize // 32
+    assert got.ptx.count(".f32.e4m3.e4m3") == (2 * 3 * width // 32 if fp8 else 0)
     assert got.ptx.count("setmaxnreg") >= 3
-    assert "fma.rn.f32" not in got.ptx  # sums that may be fused in one place and not in another change bits
-    assert got.ptx.count("st.global.v4.b32") == 2 * (1 if heads > 16 else 2)
+    # a thread has 128 products; the first of each of its sums, of two keys and all rows, is not added to anything
+    assert got.ptx.count("fma.rn.f32") == 2 * (128 - 2 * 256 // padded_heads)
+    assert got.ptx.count("st.global.b32") == 2 * 256 // 2 // padded_heads
 
 
 @pytest.mark.slow

@@ -31,12 +31,13 @@ def test_compiles_for_hopper(
     got = assemble(launch)
     assert got.complaints == []
     assert got.shared <= SHARED
-    assert got.registers <= 65536 // (4 * ONE_GROUP)
+    assert got.registers <= 65536 // (3 * ONE_GROUP)
     assert got.spills <= 16
-    # S of all channels; out of 512, in four products a tile; and every group sets its registers.
-    assert got.ptx.count("wgmma.mma_async") == width // 16 + 4 * 4
+    # In both groups S of all channels, and out of its 256 in four steps of 16 keys: of its own tiles and the other
+    # group's, the last of which `odd` adds behind its loop; and every group sets its registers.
+    assert got.ptx.count("wgmma.mma_async") == 2 * width // 16 + 5 * 4
     assert got.ptx.count("cp.async.cg") == 2 * width // 16
-    assert got.ptx.count("setmaxnreg") >= 4
+    assert got.ptx.count("setmaxnreg") >= 3
 
 
 def test_as_many_blocks_as_processors(launches: list) -> None:

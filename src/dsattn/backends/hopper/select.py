@@ -1,7 +1,9 @@
-"""Selection on Hopper: scores by `select_scores`, ranked as on any GPU.
+"""Selection on Hopper: scores by `select_scores`, in bf16 or E4M3, ranked as on any GPU.
 
 Letters: T query rows, S keys, H indexer heads, D indexer width, K kept keys.
 """
+
+import functools
 
 import torch
 import triton
@@ -11,9 +13,11 @@ from dsattn.backends import Call
 from dsattn.backends.hopper.sparse_mla import TRITON
 from dsattn.backends.triton import select as portable
 from dsattn.backends.triton.launch import launch
+from dsattn.backends.triton.quantize import to_e4m3
 from dsattn.errors import BackendUnavailable
 
 WIDTHS = (64, 128)
+PRECISIONS = ("bf16", "fp8")
 FEWEST_HEADS = 8
 
 _COLUMNS = 256
@@ -26,8 +30,8 @@ def requirements(call: Call) -> list[str]:
     version = triton.__version__
     needs = {
         "a GPU of compute capability 9.0 (Hopper)": call.device == "cuda" and call.capability == 90,
-        "bfloat16 operands": call.dtype == "bfloat16",
-        "precision 'bf16'": call.precision == "bf16",
+        f"precision {' or '.join(map(repr, PRECISIONS))}": call.precision in PRECISIONS,
+        "bfloat16 operands, or precision 'fp8'": call.dtype == "bfloat16" or call.precision == "fp8",
         f"an indexer width of {' or '.join(map(str, WIDTHS))}": call.width in WIDTHS,
         f"at least {FEWEST_HEADS} indexer heads": call.heads >= FEWEST_HEADS,
         f"triton {' or '.join(TRITON)}, not {version}": ".".join(version.split(".")[:2]) in TRITON,
@@ -37,12 +41,12 @@ def requirements(call: Call) -> list[str]:
 
 
 def slower(call: Call) -> list[str]:
-    """Where the portable kernels were faster: 0.44 against 0.69 ms at 4K keys, 4.54 against 4.74 with 64 heads at 32K.
+    """Where nothing says that it beats the portable kernels: with 16 heads or fewer it was never timed.
 
-    (One H200, 4096 rows; 32 heads at 32K: 3.10 against 2.93, at 128K 11.4 against 10.7.)
+    Faster at 4K / 32K / 128K keys in bf16 by 1.12 / 1.26 / 1.26 with 32 heads and by 1.06 / 1.15 / 1.16 with 64, in fp8
+    by 1.03 to 1.12 (one H200, 4096 rows).
     """
-    needs = {"more than 8K keys": call.size_class != "8K", "at most 32 indexer heads": call.heads <= 32}
-    return [f"{need} to be the faster one" for need, met in needs.items() if not met]
+    return [] if call.heads > 16 else ["more than 16 indexer heads, where it was seen to be the faster one"]
 
 
 def select_keys(
@@ -55,24 +59,41 @@ def select_keys(
     relu: bool,
     return_scores: bool,
     block_bytes: int,
+    precision: str = "bf16",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(index [T, K], length [T], score [T, K] or [T, 0]): the arguments of `select_reference`.
+    """(index [T, K], length [T], score [T, K] or [T, 0]): the arguments of `low_precision_reference`.
 
-    Raises BackendUnavailable where q or k is not bf16, or w fp64, which dispatch cannot see.
+    Raises BackendUnavailable where an operand is fp64, and in bf16 where q or k is anything else, which dispatch cannot
+    see.
     """
-    if (q.dtype, k.dtype) != (torch.bfloat16, torch.bfloat16) or w.dtype == torch.float64:
+    wrong = {q.dtype, k.dtype} != {torch.bfloat16} if precision == "bf16" else torch.float64 in (q.dtype, k.dtype)
+    if wrong or w.dtype == torch.float64:
         raise BackendUnavailable(
-            f"select_keys: hopper multiplies in bf16, but q is {q.dtype}, k {k.dtype} and w {w.dtype}; "
-            "cast them or use backend='triton'"
+            f"select_keys: hopper does not multiply q in {q.dtype}, k in {k.dtype} and w in {w.dtype} with "
+            f"precision={precision!r}; cast them or use backend='triton'"
         )
-    q, k, start, stop = _copyable(q), _copyable(k), start.contiguous(), stop.contiguous()
-    return portable.select_blocks(_score, q, k, w, start, stop, top_k, relu, return_scores, block_bytes)
+    start, stop, score = start.contiguous(), stop.contiguous(), _score
+    if precision == "fp8":
+        q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+        (q, w), (k, key_scale) = to_e4m3(q, w), to_e4m3(k)
+        score = functools.partial(_score, key_scale=key_scale)
+    else:
+        q, k = _copyable(q), _copyable(k)
+    return portable.select_blocks(score, q, k, w, start, stop, top_k, relu, return_scores, block_bytes)
 
 
 def _score(
-    q: Tensor, k: Tensor, w: Tensor, start: Tensor, stop: Tensor, relu: bool, scores: Tensor, first: int = 0
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    relu: bool,
+    scores: Tensor,
+    first: int = 0,
+    key_scale: Tensor | None = None,
 ) -> None:
-    """Fill `scores` [rows, whole tiles of keys] wherever a row may read; first: see `portable`."""
+    """Fill `scores` [rows, whole tiles of keys] wherever a row may read: the arguments of `portable`'s `score_rows`."""
     from dsattn.backends.hopper.select_scores import scores_kernel
 
     (_, heads, width), rows, keys = q.shape, scores.shape[0], k.shape[0]
@@ -88,20 +109,21 @@ def _score(
         launch(
             scores_kernel,
             (triton.cdiv(tiles, _BAND) * _BAND * chunks,),
-            *(q, k, w, start, stop, scores),
+            *(q, k, w, w if key_scale is None else key_scale, start, stop, scores),
             *(first, rows, keys, tiles, chunks, chunk // 64, scores.stride(0) // 64),
             *(*q.stride()[:2], k.stride(0), *w.stride(), 0),
             H=heads,
             D=width,
             HEADS=padded,
             RELU=relu,
+            KEY_SCALE=key_scale is not None,
             num_warps=4,
             enable_fp_fusion=False,
         )
 
 
 def _copyable(x: Tensor) -> Tensor:
-    """x where its rows can be copied 16 bytes at a time, as they lie or moved."""
+    """bf16 x whose rows can be copied 16 bytes at a time, as they lie or moved."""
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in x.stride()[:-1])
     x = x if fits else x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -1,15 +1,22 @@
 """Forward of sparse absorbed MLA on Hopper: a task is a query row and 64 heads, a tile 64 keys.
 
-As many blocks of threads as there are processors take one task after another. Four groups of four warps share 230 KB
-of shared memory: q of the task, two tiles of keys, P. The next task's keys and q arrive while this one ends.
+As many blocks of threads as there are processors take one task after another. Three groups of four warps share 230 KB
+of shared memory: q of the task, two tiles of keys, P, and what the groups tell each other. The next task's keys and q
+arrive while this one ends.
 
-    gather   copies q of the task and the key rows of each tile
-    scores   S = q k^T and its online softmax: P, how much the sums so far shrink, and at last the factor of the row
-    left     out of the first 256 channels
-    right    out of the other 256
+    gather       copies q of the task and the key rows of each tile
+    even, odd    S = q k^T and the online softmax of every other tile of a row; out of all its tiles, 256 channels each
 
-Asked for what the indexer's loss needs, `scores` also leaves P and the tops that it is relative to; once a row's lse is
-known, `sparse_mla_shares` sums them over heads.
+A group multiplies its own P from its registers, and the other group's from shared memory. One P there is enough: the
+only reader of a tile's P is the next to write one.
+
+    even    S(0) P(0) out(0) ............ out(1) | S(2) P(2) out(2) ...
+    odd     S(1) ......... out(0) P(1) out(1) .. | S(3) ......... out(2) P(3) ...
+
+Tops go from tile to tile in this order, and a row starts with `even`: no bit depends on who comes first. Sums over even
+and odd tiles meet when the row ends.
+Asked for what the indexer's loss needs, both groups also leave P and the tops that it is relative to; once a row's lse
+is known, `dsa_attention` sums them over heads.
 Letters: T query rows, S keys, H heads, C = 512 or 576 latent width, V = 512 value width, K kept keys.
 """
 
@@ -37,16 +44,28 @@ from dsattn.backends.hopper.sparse_mla_tiles import (
     load_index,
 )
 
-# Barriers: the task's q, P with its factors, and each of the two tiles is there, or has been read by all.
+HALF = gl.constexpr(256)
+
+# Barriers: the task's q is there, or has been read; P of `even` and of `odd` is there; that of `even` has been read;
+# both sums of a row are there; each half of the two tiles of keys is there, or has been read: by S, and for out by the
+# group whose channels they are.
 Q_FULL = gl.constexpr(0)
 Q_FREE = gl.constexpr(1)
 P_FULL = gl.constexpr(2)
-P_FREE = gl.constexpr(3)
-K_FULL = gl.constexpr(4)
-K_FREE = gl.constexpr(6)
+P_FREE = gl.constexpr(4)
+TOTAL = gl.constexpr(5)
+K_FULL = gl.constexpr(6)
+K_FREE = gl.constexpr(10)
+BARRIERS = gl.constexpr(14)
 
-# Registers a thread of `right`, `scores` and `gather`; `left` gets what 512 leave.
-REGISTERS = gl.constexpr([168, 120, 40])
+# What a group tells the other, [64] each: the top after its tile, how much that shrinks the sums so far, and its sums
+# of a task and of the next.
+TOP = gl.constexpr(0)
+SHRINK = gl.constexpr(1)
+SUMS = gl.constexpr(2)
+
+# Registers a thread of `odd` and `gather`; `even` gets what 504 leave.
+REGISTERS = gl.constexpr([232, 40])
 
 
 @gluon.jit
@@ -92,23 +111,27 @@ def _gather(
             ahead = gl.where(more, row + first + KEYS, next_row)
             key = load_index(index + ahead, 0, gl.where(more, count - first - KEYS, next_count), ROWS)
             stage = tile & 1
-            mbarrier.wait(bars.index(K_FREE + stage), (tile >> 1 & 1) ^ 1)
+            free = (tile >> 1 & 1) ^ 1
             k = k_shared.index(stage)
-            for j in gl.static_range(V // 64):
-                async_copy.async_copy_global_to_shared(k.slice(j * 64, 64, dim=1), rows + j * 64, mask=live)
-            if C > V:
-                async_copy.async_copy_global_to_shared(k_rope.index(stage), rows + V, mask=live)
-            async_copy.mbarrier_arrive(bars.index(K_FULL + stage), increment_count=False)
+            for half in gl.static_range(2):
+                mbarrier.wait(bars.index(K_FREE + 2 * stage + half), free)
+                if half == 0 and C > V:
+                    async_copy.async_copy_global_to_shared(k_rope.index(stage), rows + V, mask=live)
+                for j in gl.static_range(4):
+                    part = k.slice(half * HALF + j * 64, 64, dim=1)
+                    async_copy.async_copy_global_to_shared(part, rows + (half * HALF + j * 64), mask=live)
+                async_copy.mbarrier_arrive(bars.index(K_FULL + 2 * stage + half), increment_count=False)
             tile += 1
         count = next_count
     async_copy.wait_group(0)
 
 
 @gluon.jit
-def _scores(
+def _attend(
     index,
     length,
     sink,
+    out,
     lse,
     p_left,
     top_left,
@@ -121,53 +144,62 @@ def _scores(
     k_shared,
     k_rope,
     p_shared,
-    shrink_shared,
-    factor_shared,
+    my_vectors,
+    other_vectors,
     bars,
     H: gl.constexpr,
     C: gl.constexpr,
     SINK: gl.constexpr,
     LEAVES: gl.constexpr,
+    ODD: gl.constexpr,
 ):
-    """P of each tile relative to the row's top so far, and lse."""
+    """S and P of a row's tiles ODD, ODD + 2, ..., and out of the 256 channels from ODD * 256 on, of all tiles.
+
+    my_vectors, other_vectors: [4, 64] fp32, see TOP.
+    """
     BLOCKS: gl.constexpr = (H + HEADS - 1) // HEADS
     TILE: gl.constexpr = accumulator(KEYS)
     ROW: gl.constexpr = gl.SliceLayout(1, TILE)
     COLUMN: gl.constexpr = gl.SliceLayout(0, TILE)
-    if LEAVES:
-        OUT: gl.constexpr = leaving(8)
-        p_head = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, OUT)), 1)
-        place = p_head * KEYS + gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(0, OUT)), 0)
-        tiles = (slots + KEYS - 1) // KEYS
+    WIDE: gl.constexpr = accumulator(HALF)
+    WIDE_ROW: gl.constexpr = gl.SliceLayout(1, WIDE)
+    FIRST: gl.constexpr = ODD * HALF
+    tiles = (slots + KEYS - 1) // KEYS
     scale2 = scale * LOG2_E
     s = gl.zeros([HEADS, KEYS], gl.float32, TILE)
-    tile = 0
-    phase = 0
+    tile = 0  # of all tasks
+    mine = 0  # tiles of this group
+    others = 0  # tiles of the other
+    parity = 0  # of the task's number
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         count = _count(length, task, slots, BLOCKS)
         row = (task // BLOCKS).to(gl.int64)
-        head = task % BLOCKS * HEADS + gl.arange(0, HEADS, layout=ROW)
-        real = head < H
         top = gl.full([HEADS], float("-inf"), gl.float32, ROW)
         total = gl.zeros([HEADS], gl.float32, ROW)
-        row_lse = gl.full([HEADS], float("-inf"), gl.float32, ROW)
-        if SINK:
-            sink_logit = gl.load(sink + head, mask=real, other=0.0).to(gl.float32)
-        mbarrier.wait(bars.index(Q_FULL), phase)
-        phase ^= 1
-        for first in range(0, count, KEYS):
+        acc = gl.zeros([HEADS, HALF], gl.float32, WIDE)
+        mbarrier.wait(bars.index(Q_FULL), parity)
+        for first in range(ODD * KEYS, count, 2 * KEYS):
             hidden = first * zero
-            stage = tile & 1
-            live = load_index(index + row * slots, first, count, COLUMN) >= 0
-            mbarrier.wait(bars.index(K_FULL + stage), tile >> 1 & 1)
-            fence_async_shared()
-            k = k_shared.index(stage).permute((1, 0))
-            s = warpgroup_mma(q_shared.index(hidden), k, s, use_acc=False, is_async=True)
-            if C > V:
-                s = warpgroup_mma(q_rope.index(hidden), k_rope.index(stage).permute((1, 0)), s, is_async=True)
+            stage = (tile + ODD) & 1
+            phase = (tile + ODD) >> 1 & 1
+            k = k_shared.index(stage + hidden)
+            s = _logits(s, q_shared, q_rope, k_shared, k_rope, bars, stage, phase, hidden, C)
+            live = load_index(index + (row * slots + first), 0, count - first, COLUMN) >= 0
             s = warpgroup_mma_wait(0, [s])
-            last = first + KEYS >= count
-            if last:
+            if ODD:
+                # The tile before, of the other group: its out while the softmax of this one goes on.
+                before = (stage ^ 1) + hidden
+                mbarrier.wait(bars.index(P_FULL), others & 1)
+                fence_async_shared()
+                top = other_vectors.index(TOP).load(ROW)
+                shrink = other_vectors.index(SHRINK).load(ROW)
+                total = total * shrink
+                acc = acc * gl.expand_dims(gl.convert_layout(shrink, WIDE_ROW), 1)
+                acc = warpgroup_mma(
+                    p_shared.index(hidden), k_shared.index(before).slice(FIRST, HALF, dim=1), acc, is_async=True
+                )
+                others += 1
+            if first + 2 * KEYS >= count:
                 barrier()
                 mbarrier.arrive(bars.index(Q_FREE), count=1)
             logits = gl.where(gl.expand_dims(live, 0), s, float("-inf"))
@@ -176,83 +208,156 @@ def _scores(
             shrink = gl.exp2(top - shift)
             p = gl.exp2(logits * scale2 - gl.expand_dims(shift, 1))
             top = new_top
-            mbarrier.wait(bars.index(P_FREE), tile & 1 ^ 1)
-            p_shared.index(hidden).store(p.to(gl.bfloat16))
-            shrink_shared.store(shrink)
-            if last:
-                # `total` is NaN where a logit is: such rows stay NaN.
-                total = total * shrink + gl.sum(p, 1)
-                row_lse = gl.where(total == 0.0, float("-inf"), (top + gl.log2(total)) * LN_2)
-                factor = gl.where(total == 0.0, 0.0, 1.0 / total)
-                if SINK:
-                    factor = gl.where(total == 0.0, 0.0, factor / (1.0 + gl.exp(sink_logit - row_lse)))
-                factor_shared.store(factor)
+            p16 = p.to(gl.bfloat16)
+            if ODD:
+                acc = warpgroup_mma_wait(0, [acc])
+                barrier()
+                mbarrier.arrive(bars.index(K_FREE + 2 * (stage ^ 1) + 1), count=1)
+                mbarrier.arrive(bars.index(P_FREE), count=1)
+            else:
+                mbarrier.wait(bars.index(P_FREE), (mine & 1) ^ 1)
+            p_shared.index(hidden).store(p16)
+            my_vectors.index(TOP).store(top)
+            my_vectors.index(SHRINK).store(shrink)
             fence_async_shared()
             barrier()
-            mbarrier.arrive(bars.index(P_FULL), count=1)
+            mbarrier.arrive(bars.index(P_FULL + ODD), count=1)
+            acc = acc * gl.expand_dims(gl.convert_layout(shrink, WIDE_ROW), 1)
+            own = gl.convert_layout(p16, gl.DotOperandLayout(0, WIDE, 2))
+            acc = warpgroup_mma(own, k.slice(FIRST, HALF, dim=1), acc, is_async=True)
+            total = total * shrink + gl.sum(p, 1)
             if LEAVES:
-                at = task.to(gl.int64) * tiles + first // KEYS
-                ordered = p.to(gl.bfloat16).reshape(HEADS, 2, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(HEADS, KEYS)
-                gl.store(p_left + (at * (HEADS * KEYS) + place), gl.convert_layout(ordered, OUT))
-                gl.store(top_left + (at * HEADS + gl.arange(0, HEADS, layout=ROW)), shift)
-            if not last:  # the other groups are at work already
-                total = total * shrink + gl.sum(p, 1)
-            tile += 1
-        if count == 0:
+                _leave(p16, shift, p_left, top_left, task.to(gl.int64) * tiles + first // KEYS)
+            acc = warpgroup_mma_wait(0, [acc])
             barrier()
-            mbarrier.arrive(bars.index(Q_FREE), count=1)
-        gl.store(lse + row * H + head, row_lse, mask=real)
+            mbarrier.arrive(bars.index(K_FREE + 2 * stage + ODD), count=1)
+            mine += 1
+            if not ODD and first + KEYS < count:
+                stage = (stage ^ 1) + hidden
+                acc, top, total = _other(
+                    acc, total, k_shared, p_shared, other_vectors, bars, hidden, stage, others, FIRST, ODD, TILE, WIDE
+                )
+                others += 1
+            tile += 2
+        used = (count + KEYS - 1) // KEYS
+        if ODD:
+            if used & 1 == 1:
+                stage = tile & 1
+                hidden = count * zero
+                acc, top, total = _other(
+                    acc, total, k_shared, p_shared, other_vectors, bars, hidden, stage, others, FIRST, ODD, TILE, WIDE
+                )
+                others += 1
+            if count <= KEYS:
+                mbarrier.arrive(bars.index(Q_FREE), count=1)
+            tile += used & 1
+        else:
+            if count == 0:
+                mbarrier.arrive(bars.index(Q_FREE), count=1)
+            tile -= used & 1
+        # Both groups' sums, in the same order.
+        sums = SUMS + parity
+        my_vectors.index(sums).store(total)
+        barrier()
+        mbarrier.arrive(bars.index(TOTAL), count=1)
+        mbarrier.wait(bars.index(TOTAL), parity)
+        total = total + other_vectors.index(sums).load(ROW)
+        parity ^= 1
+        _finish(acc, top, total, sink, out, lse, row, task % BLOCKS * HEADS, H, SINK, ODD, TILE, WIDE)
 
 
 @gluon.jit
-def _outputs(
-    length,
+def _logits(s, q_shared, q_rope, k_shared, k_rope, bars, stage, phase, hidden, C: gl.constexpr):
+    """S of the tile in `stage`, each half of its channels as soon as the keys have it."""
+    q, k = q_shared.index(hidden), k_shared.index(stage + hidden)
+    mbarrier.wait(bars.index(K_FULL + 2 * stage), phase)
+    fence_async_shared()
+    s = warpgroup_mma(q.slice(0, HALF, dim=1), k.slice(0, HALF, dim=1).permute((1, 0)), s, use_acc=False, is_async=True)
+    if C > V:
+        s = warpgroup_mma(q_rope.index(hidden), k_rope.index(stage + hidden).permute((1, 0)), s, is_async=True)
+    mbarrier.wait(bars.index(K_FULL + 2 * stage + 1), phase)
+    fence_async_shared()
+    return warpgroup_mma(q.slice(HALF, HALF, dim=1), k.slice(HALF, HALF, dim=1).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _leave(p, top, p_left, top_left, at):
+    """Write P [64, 64] of tile `at` in register order, and the tops [64] that it is relative to."""
+    OUT: gl.constexpr = leaving(8)
+    head = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, OUT)), 1)
+    place = head * KEYS + gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(0, OUT)), 0)
+    ordered = p.reshape(HEADS, 2, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(HEADS, KEYS)
+    gl.store(p_left + (at * (HEADS * KEYS) + place), gl.convert_layout(ordered, OUT))
+    gl.store(top_left + (at * HEADS + gl.arange(0, HEADS, layout=top.type.layout)), top)
+
+
+@gluon.jit
+def _finish(
+    acc,
+    top,
+    total,
+    sink,
     out,
-    zero,
-    tasks,
-    slots,
+    lse,
+    row,
+    block,
+    H: gl.constexpr,
+    SINK: gl.constexpr,
+    ODD: gl.constexpr,
+    TILE: gl.constexpr,
+    WIDE: gl.constexpr,
+):
+    """out [64, 256] of the row's heads from `block` on, over the softmax's denominator; `even` also writes lse."""
+    ROW: gl.constexpr = gl.SliceLayout(1, WIDE)
+    FIRST: gl.constexpr = ODD * HALF
+    head = block + gl.arange(0, HEADS, layout=gl.SliceLayout(1, TILE))
+    real = head < H
+    # NaN where a logit is: such rows stay NaN.
+    row_lse = gl.where(total == 0.0, float("-inf"), (top + gl.log2(total)) * LN_2)
+    factor = gl.where(total == 0.0, 0.0, 1.0 / total)
+    if SINK:
+        sink_logit = gl.load(sink + head, mask=real, other=0.0).to(gl.float32)
+        factor = gl.where(total == 0.0, 0.0, factor / (1.0 + gl.exp(sink_logit - row_lse)))
+    if not ODD:
+        gl.store(lse + row * H + head, row_lse, mask=real)
+    acc = acc * gl.expand_dims(gl.convert_layout(factor, ROW), 1)
+    wide_head = gl.expand_dims(gl.arange(0, HEADS, layout=ROW), 1)
+    channel = gl.expand_dims(FIRST + gl.arange(0, HALF, layout=gl.SliceLayout(0, WIDE)), 0)
+    pointers = out + (row * H + block) * V + (wide_head * V + channel)
+    gl.store(pointers, acc.to(gl.bfloat16), mask=wide_head < H - block)
+
+
+@gluon.jit
+def _other(
+    acc,
+    total,
     k_shared,
     p_shared,
-    shrink_shared,
-    factor_shared,
+    other_vectors,
     bars,
-    H: gl.constexpr,
+    hidden,
+    stage,
+    others,
     FIRST: gl.constexpr,
+    ODD: gl.constexpr,
+    TILE: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
-    """out of 256 channels from FIRST on, in two halves: with 16 warps no product of 256 columns finds its registers."""
-    BLOCKS: gl.constexpr = (H + HEADS - 1) // HEADS
-    WIDE: gl.constexpr = accumulator(128)
-    ROW: gl.constexpr = gl.SliceLayout(1, WIDE)
-    head = gl.expand_dims(gl.arange(0, HEADS, layout=ROW), 1)
-    channel = gl.expand_dims(FIRST + gl.arange(0, 128, layout=gl.SliceLayout(0, WIDE)), 0)
-    tile = 0
-    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
-        count = _count(length, task, slots, BLOCKS)
-        near = gl.zeros([HEADS, 128], gl.float32, WIDE)
-        far = gl.zeros([HEADS, 128], gl.float32, WIDE)
-        factor = gl.zeros([HEADS], gl.float32, ROW)
-        for first in range(0, count, KEYS):
-            stage = tile & 1
-            hidden = first * zero
-            mbarrier.wait(bars.index(P_FULL), tile & 1)
-            fence_async_shared()
-            shrink = gl.expand_dims(shrink_shared.load(ROW), 1)
-            near = near * shrink
-            far = far * shrink
-            p, k = p_shared.index(hidden), k_shared.index(stage)
-            near = warpgroup_mma(p, k.slice(FIRST, 128, dim=1), near, is_async=True)
-            far = warpgroup_mma(p, k.slice(FIRST + 128, 128, dim=1), far, is_async=True)
-            factor = factor_shared.load(ROW)  # of use after the last tile
-            near, far = warpgroup_mma_wait(0, [near, far])
-            barrier()
-            mbarrier.arrive(bars.index(K_FREE + stage), count=1)
-            mbarrier.arrive(bars.index(P_FREE), count=1)
-            tile += 1
-        factor = gl.expand_dims(factor, 1)
-        block = task % BLOCKS * HEADS
-        pointers = out + ((task // BLOCKS).to(gl.int64) * H + block) * V + (head * V + channel)
-        gl.store(pointers, (near * factor).to(gl.bfloat16), mask=head < H - block)
-        gl.store(pointers + 128, (far * factor).to(gl.bfloat16), mask=head < H - block)
+    """(out, top, sum) with a tile of the other group, whose keys are in `stage`."""
+    ROW: gl.constexpr = gl.SliceLayout(1, TILE)
+    mbarrier.wait(bars.index(P_FULL + (1 - ODD)), others & 1)
+    fence_async_shared()
+    top = other_vectors.index(TOP).load(ROW)
+    shrink = other_vectors.index(SHRINK).load(ROW)
+    total = total * shrink
+    acc = acc * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, WIDE)), 1)
+    acc = warpgroup_mma(p_shared.index(hidden), k_shared.index(stage).slice(FIRST, HALF, dim=1), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, [acc])
+    barrier()
+    mbarrier.arrive(bars.index(K_FREE + 2 * stage + ODD), count=1)
+    if ODD:
+        mbarrier.arrive(bars.index(P_FREE), count=1)
+    return acc, top, total
 
 
 @gluon.jit(
@@ -295,16 +400,18 @@ def forward_kernel(
         q_rope = q_shared
         k_rope = k_shared
     p_shared = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, KEYS], SHARED)
-    shrink_shared = gl.allocate_shared_memory(gl.float32, [HEADS], VECTOR)
-    factor_shared = gl.allocate_shared_memory(gl.float32, [HEADS], VECTOR)
-    bars = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
+    even_vectors = gl.allocate_shared_memory(gl.float32, [4, HEADS], VECTOR)
+    odd_vectors = gl.allocate_shared_memory(gl.float32, [4, HEADS], VECTOR)
+    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(bars.index(Q_FULL), count=128)
-    mbarrier.init(bars.index(Q_FREE), count=1)
+    mbarrier.init(bars.index(Q_FREE), count=2)
     mbarrier.init(bars.index(P_FULL), count=1)
-    mbarrier.init(bars.index(P_FREE), count=2)
-    for stage in gl.static_range(2):
-        mbarrier.init(bars.index(K_FULL + stage), count=128)
-        mbarrier.init(bars.index(K_FREE + stage), count=2)
+    mbarrier.init(bars.index(P_FULL + 1), count=1)
+    mbarrier.init(bars.index(P_FREE), count=1)
+    mbarrier.init(bars.index(TOTAL), count=2)
+    for part in gl.static_range(4):
+        mbarrier.init(bars.index(K_FULL + part), count=128)
+        mbarrier.init(bars.index(K_FREE + part), count=1)
     fence_async_shared()
     barrier()
     SINK: gl.constexpr = sink is not None
@@ -317,19 +424,17 @@ def forward_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (_outputs, (
-                length, out, zero, tasks, slots, k_shared, p_shared, shrink_shared, factor_shared, bars, H, 0,
+            (_attend, (
+                index, length, sink, out, lse, p_left, top_left, scale, zero, tasks, slots, q_shared, q_rope,
+                k_shared, k_rope, p_shared, even_vectors, odd_vectors, bars, H, C, SINK, LEAVES, 0,
             )),
-            (_outputs, (
-                length, out, zero, tasks, slots, k_shared, p_shared, shrink_shared, factor_shared, bars, H, 256,
-            )),
-            (_scores, (
-                index, length, sink, lse, p_left, top_left, scale, zero, tasks, slots,
-                q_shared, q_rope, k_shared, k_rope, p_shared, shrink_shared, factor_shared, bars, H, C, SINK, LEAVES,
+            (_attend, (
+                index, length, sink, out, lse, p_left, top_left, scale, zero, tasks, slots, q_shared, q_rope,
+                k_shared, k_rope, p_shared, odd_vectors, even_vectors, bars, H, C, SINK, LEAVES, 1,
             )),
             (_gather, (q, kv, index, length, tasks, slots, q_shared, q_rope, k_shared, k_rope, bars, H, C)),
         ],
-        [4, 4, 4],
+        [4, 4],
         REGISTERS,
     )
     # fmt: on
