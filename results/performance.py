@@ -5,32 +5,12 @@
 tests/test_performance.py compares the page with what this prints.
 """
 
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent
-PEERS = {
-    "cudnn": "cuDNN",
-    "flash_mla": "FlashMLA",
-    "deep_gemm": "DeepGEMM (fp8)",
-    "deep_gemm_torch": "DeepGEMM (fp8) and torch.topk",
-    "bf16": "ours in bf16",
-    "tilelang": "TileLang",
-    "torch": "torch",
-    "vendors": "vendors' parts",
-}
-TITLES = {
-    "sparse_mla": "Sparse MLA",
-    "sparse_gqa": "Sparse GQA",
-    "select_keys": "Selection: scores and top-k",
-    "select_topk": "Top-k of given scores",
-    "indexer_kl": "The indexer's loss",
-    "dense_gqa": "Dense attention",
-    "dense_mla": "Dense attention, absorbed",
-    "dsa_layer": "One layer: selection, attention and the indexer's loss, forward and backward",
-}
+from layer import crossed, layer_lines
+from newest import PEERS, TITLES, clean, latest, latest_cases, read
+
 HEAD = """# Performance
 
 Made by `python results/performance.py` from `results/*.jsonl`; do not edit. A line is one NVIDIA H200 (132 SMs), bf16
@@ -55,6 +35,13 @@ its bar, largest and mean error in units of the bar (1: twice the error of plain
 of `select_keys` the regret, as above, of its limit.
 
 """
+PARALLEL = """## Two GPUs beside one
+
+`python results/record_parallel.py`: the recipe `small`, the same packs and weights, two H200s over NCCL. `apart`: the
+largest relative distance to one GPU in any step. NCCL: its kernels' share of what kernels take, waiting for the other
+GPU included, and how much of it other kernels cover. A step is two packs: a pipeline of two idles for a third of it.
+
+"""
 
 
 def main() -> None:
@@ -69,53 +56,16 @@ def page() -> str:
         records = [record for record in newest if record["op"].partition(".")[0] == family]
         if records:
             sections.append(f"## {title}\n\n" + "\n".join(table(records)) + "\n" + "".join(behind(records)))
+        if family == "dsa_layer" and (lines := layer_lines(records))["dsattn"]:
+            sections.append(f"{crossed(lines)} Drawn in `results/layer.svg`.\n")
     if low := latest(read("recall.jsonl")):
         sections.append(LOW_PRECISION + "\n".join(low_precision(low)) + "\n" + "".join(behind(low)))
     if full := clean(read("full_errors.jsonl")):
         sections.append(FULL_ERRORS + "\n".join(full_errors(full)) + "\n")
+    if two := latest_cases(read("parallel.jsonl")):
+        sections.append(PARALLEL + "\n".join(parallel(two)) + "\n")
     sections.append("## Whole training runs\n\n" + "\n".join(training(read("training.jsonl"))) + "\n")
     return "\n".join(sections)
-
-
-def read(name: str) -> list[dict[str, Any]]:
-    """The lines of a file; none where there is no such file yet."""
-    path = RESULTS / name
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-
-
-def clean(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those made on a GPU and from a clean tree."""
-    return [record for record in records if record["gpu"] and not record["dirty"]]
-
-
-def latest(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last record of each operation, shape and backend, on a GPU and from a clean tree, in order."""
-    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for record in clean(records):
-        key = identity(record)
-        if not record["peers"] and key in kept and kept[key]["peers"]:
-            continue  # a line without peers says less than one with them
-        kept[key] = record
-    order = list(TITLES)
-    return sorted(kept.values(), key=lambda record: (order.index(record["op"].partition(".")[0]), *identity(record)))
-
-
-def identity(record: dict[str, Any]) -> tuple[Any, ...]:
-    shape = record["shape"]
-    dense = shape.get("K") is None and record["op"].startswith("indexer_kl")
-    return (
-        record["op"],
-        dense,
-        str(shape.get("order")),
-        str(shape.get("lengths")),
-        str(record.get("precision")),
-        str(record.get("inputs")),
-        record["backend"],
-        record.get("deterministic") or False,
-        shape.get("H") or 0,
-        shape.get("H_I") or 0,
-        shape["S"],
-    )
 
 
 def table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -212,6 +162,27 @@ def nearest_to_bar(error: dict[str, dict[str, Any]]) -> str:
     least = min(one["similarity"] for one in error.values())
     broken = " BROKEN" if any(one["problems"] for one in error.values()) else ""
     return f"{name} {shares[name][0]:.2f}, {shares[name][1]:.2f}; 1 - {1 - least:.1g}{broken}"
+
+
+def parallel(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "| GPUs | T | dtype | layers | tokens/s | x of one | GiB | NCCL (covered) | apart: loss, KL, norm | record |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for record in records:
+        shape, talk, apart = record["shape"], record["communication"], record.get("apart")
+        nccl = talk and f"{talk['nccl_ms'] / talk['kernel_ms']:.1%} ({talk['overlapped_share']:.0%})"
+        cells = [
+            record["case"],
+            f"{shape['T']:,}",
+            shape["dtype"],
+            str(shape["layers"]),
+            f"{record['tokens_per_second']:,.0f}",
+            f"{record['speedup']:.2f}" if "speedup" in record else "",
+            ", ".join(f"{peak / 2**30:.1f}" for peak in record["peak_bytes"]),
+            nccl if talk and talk["nccl_kernels"] else "",
+            ", ".join(f"{apart[name]:.1g}" for name in ("losses", "kl", "grad_norms")) if apart else "",
+            f"{record['date']}, {record['commit'][:7]}",
+        ]
+        yield "| " + " | ".join(cells) + " |"
 
 
 def training(records: Sequence[dict[str, Any]]) -> Iterator[str]:

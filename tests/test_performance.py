@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def script():
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "results")
     return runpy.run_path(str(ROOT / "results" / "performance.py"))
 
 
@@ -37,7 +39,7 @@ def test_low_precision_and_full_errors_have_sections(script, monkeypatch, tmp_pa
     }
     for name, lines in files.items():
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setitem(script["page"].__globals__, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys.modules["newest"], "RESULTS", tmp_path)
     page = script["page"]()
     assert "| gaussian | 32,768 | T=4096, H=64, H_I=32, K=2048, fp8 | triton | 2.00 | 0.9800 (0.9000) |" in page
     assert "DeepGEMM (fp8) is ahead of `triton` in `select_keys` at S=32,768 (0.75 x)" in page

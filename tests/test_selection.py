@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from dsattn.errors import InputError
-from dsattn.keys import KeyRange
-from dsattn.selection import Inverse, Selection, invert, rank
+from dsattn.keys import KeyRange, Layout
+from dsattn.ops import indexer_scores
+from dsattn.selection import Inverse, Selection, invert, rank, selected_scores
 from dsattn.testing import SCORES, hostile_scores, naive_ranking
 
 INF, NAN = float("inf"), float("nan")
@@ -244,3 +245,18 @@ def test_to_keeps_the_rest() -> None:
     assert moved.score is not None
     assert moved.score.is_meta
     assert moved.every_row_has_a_key
+
+
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_selected_scores_are_those_of_the_operands(relu: bool, dtype: torch.dtype) -> None:
+    keys = Layout.packed([9, 0, 31]).keys
+    q, k, w = (torch.randn(40, *rest, dtype=dtype) for rest in ((3, 8), (8,), (3,)))
+    q[11], k[20] = INF, NAN  # empty slots meet neither
+    index, _, _ = rank(torch.randn(40, 40).masked_fill(~keys.mask(40), -INF), columns(40), 5)
+    index[11], index[index == 20] = -1, -1
+    exact = indexer_scores(q, k, w, keys, relu=relu).gather(1, index.clamp(min=0).long())
+    got = selected_scores(q, k, w, index, relu)
+    torch.testing.assert_close(got, exact.masked_fill(index < 0, -INF))
+    assert got.dtype == dtype
+    assert selected_scores(q, k[:0], w, torch.full_like(index, -1), relu).eq(-INF).all()

@@ -20,7 +20,8 @@ def explain(subject: Subject) -> str:
     subject: a Call (every operation is shown for it); a RunConfig, or a recipe that makes one (its device, dtype, pack
     size and the modes of its stages count); a ModelConfig (every mode; this machine's device, up to 8K keys); a
     DSAConfig (the indexer's operations alone: attention's shapes are not in it).
-    `serves` marks what will run, `can serve` what may be asked for by name, `raises` what no backend will do.
+    `serves` marks what will run, `can serve` what may be asked for by name, `raises` what no backend will do. A vendor
+    that is preferred to our kernels comes with the ratio of its record.
     Raises InputError for anything else.
     """
     if isinstance(subject, Call):
@@ -195,7 +196,6 @@ def _lines(backend: str, calls: dict[str, Call]) -> Iterator[str]:
         except BackendUnavailable as error:
             problem = str(error).removeprefix(f"{operation}: ")
         for row in TABLE[operation]:
-            state = "serves" if row.name == chosen else standing(row, call)
-            yield f"  {operation:24s} {row.name:12s} {state}"
+            yield f"  {operation:24s} {row.name:12s} {standing(row, call, row.name == chosen)}"
         if problem:
             yield f"  {operation:24s} {'none':12s} raises: {problem}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsattn.errors import InputError
 
@@ -142,3 +143,23 @@ def take(scores: Tensor, columns: Tensor, cutoff: Tensor, top_k: int) -> tuple[T
     index.scatter_(1, slot, columns.expand(rows, width))
     score = scores.new_full((rows, top_k + 1), -torch.inf).scatter_(1, slot, scores)
     return index[:, :top_k].contiguous(), taken.sum(1, dtype=torch.int32), score[:, :top_k].contiguous()
+
+
+def selected_scores(q: Tensor, k: Tensor, w: Tensor, index: Tensor, relu: bool) -> Tensor:
+    """[T, K] fp32 (fp64 for fp64 inputs): indexer scores of the keys in index [T, K], -inf where it holds -1.
+
+    q: [T, H, D], k: [S, D], w: [T, H]. For what selects by other scores: of rounded operands, or of a vendor.
+    """
+    wide = torch.float64 if torch.float64 in (q.dtype, k.dtype, w.dtype) else torch.float32
+    score_TK = q.new_full(index.shape, -torch.inf, dtype=wide)
+    k_SD = pad(k.to(wide), (0, 0, 0, 1))  # an empty slot reads a row of zeros, never a key
+    row_bytes = wide.itemsize * index.shape[1] * (k.shape[1] + 2 * q.shape[1])
+    step = max((2**24 if q.device.type == "cpu" else 2**30) // max(row_bytes, 1), 1)
+    for first in range(0, len(q), step):
+        part = slice(first, first + step)
+        empty_RK = index[part] < 0
+        k_RKD = k_SD[torch.where(empty_RK, len(k), index[part]).long()]
+        dot_RHK = q[part].to(wide) @ k_RKD.transpose(1, 2)
+        found_RK = torch.einsum("rhk,rh->rk", dot_RHK.relu() if relu else dot_RHK, w[part].to(wide))
+        score_TK[part] = found_RK.masked_fill(empty_RK, -torch.inf)
+    return score_TK

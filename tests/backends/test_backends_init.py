@@ -320,8 +320,11 @@ def _before_ours(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
 
 def test_auto_wants_a_record_and_a_name_does_not(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     caplog.set_level(logging.INFO, logger="dsattn")
-    _before_ours(monkeypatch, record=lambda call: [] if call.top_k == 2048 else ["a record"])
+    wanted, merit = (lambda call: [] if call.top_k == 2048 else ["a record"]), lambda _: "0.9 x"
+    _before_ours(monkeypatch, record=wanted, merit=merit)
     assert choose(FORWARD, GPU).name == "peer"
+    shown = [line.split(maxsplit=2)[1:] for line in explain(GPU).splitlines() if line.startswith(FORWARD)]
+    assert shown == [["peer", "serves (0.9 x)"], ["reference", "can serve"]]
     other = replace(GPU, top_k=7)
     choice = choose(FORWARD, other)
     assert (choice.name, choice.passed_over) == ("reference", (("peer", "a record"),))

@@ -134,8 +134,7 @@ def test_selects_by_the_scores_of_rounded_operands(generation, precision, name, 
             right = scores.gather(1, exact[0].clamp(min=0).long()).masked_fill(exact[0] < 0, 0)
             torch.testing.assert_close(best.sort(1).values, right.sort(1).values)
         assert torch.equal(got[1], exact[1])
-        own = indexer_scores(q.float(), k.float(), w, keys).gather(1, got[0].clamp(min=0).long())
-        torch.testing.assert_close(got[2], own.masked_fill(got[0] < 0, -torch.inf), rtol=1e-4, atol=1e-4)
+        assert got[2].shape == (keys.num_rows, 0), "the operator makes the scores"
     assert package.seen == [1] * keys.num_rows + [keys.num_rows]
 
 
@@ -210,7 +209,7 @@ def test_nothing_to_select(install):
     keys = KEYS["causal"].keys
     for given in ((q[:0], k, w[:0], keys.start[:0], keys.stop[:0]), (q, k[:0], w, keys.start, keys.stop)):
         index, length, score = deep_gemm.select_keys(*given, 7, True, True, 2**20, "fp8")
-        assert index.shape == score.shape == (len(given[0]), 7)
+        assert (index.shape, score.shape) == ((len(given[0]), 7), (len(given[0]), 0))
         assert not length.any()
     assert package.seen == []
 

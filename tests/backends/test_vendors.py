@@ -10,8 +10,7 @@ import torch
 
 from dsattn import Layout
 from dsattn.backends import TABLE, Call, size_class, vendors
-from dsattn.backends.vendors import FASTER, Faster, lacks_record
-from dsattn.ops import indexer_scores
+from dsattn.backends.vendors import FASTER, Faster, lacks_record, recorded
 from dsattn.ops.select import topk_reference
 
 RECORDS = [
@@ -106,6 +105,10 @@ def test_records_speak_for_their_calls_alone(change, why):
     assert ONE.lacks(call) == wanted
     served = not wanted or change == {"heads": 128}  # that has a record of its own
     assert (lacks_record(ONE.operation, ONE.backend)(call) == []) == served
+    told = recorded(ONE.operation, ONE.backend)(call)
+    assert bool(told) == served
+    if wanted == []:
+        assert told == f"recorded at {ONE.ratio[call.size_class]:.2f} x the time of hopper"
 
 
 def test_an_older_package_is_not_that_of_the_record(monkeypatch):
@@ -151,14 +154,3 @@ def test_selection_from_a_vendors_scores(rows, no_sync):
         got = vendors.select_in_blocks(lambda part: garbage[part], keys.start, keys.stop, 5, rows)
     for mine, right in zip(got, exact, strict=True):
         assert torch.equal(mine, right)
-
-
-@pytest.mark.parametrize("relu", [True, False])
-def test_selected_scores_are_those_of_the_operands(relu, no_sync):
-    keys = Layout.packed([9, 0, 31]).keys
-    q, k, w = torch.randn(40, 3, 8), torch.randn(40, 8), torch.randn(40, 3)
-    index, _ = topk_reference(torch.randn(40, 40), keys.start, keys.stop, 5)
-    exact = indexer_scores(q, k, w, keys, relu=relu).gather(1, index.clamp(min=0).long())
-    with no_sync():
-        got = vendors.selected_scores((q, k, w), index, relu)
-    torch.testing.assert_close(got, exact.masked_fill(index < 0, -torch.inf))

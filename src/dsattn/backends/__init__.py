@@ -22,7 +22,7 @@ import torch
 
 from dsattn.backends.call import Call as Call
 from dsattn.backends.call import size_class as size_class
-from dsattn.backends.vendors import is_installed, lacks_record
+from dsattn.backends.vendors import is_installed, lacks_record, recorded
 from dsattn.errors import BackendUnavailable
 
 _log = logging.getLogger("dsattn")
@@ -35,6 +35,7 @@ class Row:
     module: submodule of `dsattn.backends` that holds a function named like the operation (`.` read as `_`);
         None for the reference. requirements: what a call lacks, in words; empty when it can be served.
     record: what `auto` wants besides, in words. by_name: why `auto` never takes the row, in words; empty where it may.
+    merit: the record by which the row stands before ours, in words; empty where there is none.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Row:
     requirements: Callable[[Call], list[str]]
     record: Callable[[Call], list[str]] = lambda _: []
     by_name: str = ""
+    merit: Callable[[Call], str] = lambda _: ""
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,13 @@ def _vendor(module: str, *packages: str, **rest: Any) -> Row:
     return Row(module.partition(".")[0], module, requirements, **rest)
 
 
-def _kernels(folder: str, file: str) -> Row:
-    """Our kernels in `backends/FOLDER/`: nothing is imported before a call is on a GPU and Triton is there.
+def _recorded(operation: str, module: str, package: str) -> Row:
+    """A vendor's row that stands before ours where a record says so. Named like its package."""
+    return _vendor(module, package, record=lacks_record(operation, package), merit=recorded(operation, package))
 
-    A file may have a function `slower`: where a row behind it was measured to be faster.
-    """
+
+def _kernels(folder: str, file: str) -> Row:
+    """Our kernels in `backends/FOLDER/`: nothing is imported before a call is on a GPU and Triton is there."""
 
     def requirements(call: Call) -> list[str]:
         if call.device != "cuda":
@@ -94,11 +98,7 @@ def _kernels(folder: str, file: str) -> Row:
             return ["the package triton"]
         return importlib.import_module(f"dsattn.backends.{folder}.{file}").requirements(call)
 
-    def record(call: Call) -> list[str]:
-        module = importlib.import_module(f"dsattn.backends.{folder}.{file}")
-        return module.slower(call) if hasattr(module, "slower") else []
-
-    return Row(folder, f"{folder}.{file}", requirements, record=record)
+    return Row(folder, f"{folder}.{file}", requirements)
 
 
 REFERENCE = Row("reference", None, _always)
@@ -145,14 +145,14 @@ TABLE: dict[str, tuple[Row, ...]] = {
         REFERENCE,
     ),
     "sparse_mla.forward": (
-        _vendor("flash_mla", "flash_mla", record=lacks_record("sparse_mla.forward", "flash_mla")),
+        _recorded("sparse_mla.forward", "flash_mla", "flash_mla"),
         _kernels("hopper", "sparse_mla"),
         _kernels("triton", "sparse_mla"),
         TILELANG,
         REFERENCE,
     ),
     "sparse_mla.backward": (
-        _vendor("cudnn.sparse_mla", "cudnn", record=lacks_record("sparse_mla.backward", "cudnn")),
+        _recorded("sparse_mla.backward", "cudnn.sparse_mla", "cudnn"),
         _kernels("hopper", "sparse_mla"),
         _kernels("triton", "sparse_mla"),
         TILELANG,
@@ -275,16 +275,20 @@ def explain(call: Call) -> str:
     """The whole table for `call`: who serves each operation, and what every other row lacks."""
     lines = []
     for operation, rows in TABLE.items():
-        states = [standing(row, call) for row in rows]
-        if "can serve" in states:
-            states[states.index("can serve")] = "serves"
-        lines += [f"{operation:24s} {row.name:12s} {state}" for row, state in zip(rows, states, strict=True)]
+        able = [row for row in rows if not (row.by_name or row.requirements(call) or row.record(call))]
+        lines += [f"{operation:24s} {row.name:12s} {standing(row, call, row in able[:1])}" for row in rows]
     return "\n".join(lines)
 
 
-def standing(row: Row, call: Call) -> str:
-    """`can serve`, `can serve by name` with what keeps `auto` from it, or `needs` with what the call lacks."""
-    if unmet := row.requirements(call):
-        return f"needs {', '.join(unmet)}"
-    passed = [row.by_name] if row.by_name else row.record(call)
-    return f"can serve by name ({', '.join(passed)})" if passed else "can serve"
+def standing(row: Row, call: Call, serves: bool) -> str:
+    """`serves` or `can serve`, with the record by which a vendor is preferred; or what is in the way.
+
+    That is `needs` with what the call lacks, or `can serve by name` with what keeps `auto` from it.
+    """
+    if not serves:
+        if unmet := row.requirements(call):
+            return f"needs {', '.join(unmet)}"
+        if passed := [row.by_name] if row.by_name else row.record(call):
+            return f"can serve by name ({', '.join(passed)})"
+    merit = row.merit(call)
+    return ("serves" if serves else "can serve") + (f" ({merit})" if merit else "")

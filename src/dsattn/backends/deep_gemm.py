@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dsattn.backends import Call
-from dsattn.backends.vendors import is_capturing, select_in_blocks, selected_scores, unmet
+from dsattn.backends.vendors import is_capturing, select_in_blocks, unmet
 from dsattn.errors import BackendUnavailable
 from dsattn.quantize import pack_exponents, to_e4m3, to_mxfp8
 
@@ -76,10 +76,10 @@ def select_keys(
     block_bytes: int,
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(index [T, K], length [T], score [T, K] or [T, 0]): the arguments of `low_precision_reference`.
+    """(index [T, K], length [T], no score [T, 0]): the arguments of `low_precision_reference`.
 
-    Scores that are returned come from the operands as given. Raises BackendUnavailable without relu, on a second
-    device, and where a graph is captured before this geometry has run.
+    The operator makes the scores that are returned, from the operands as given. Raises BackendUnavailable without relu,
+    on a second device, and where a graph is captured before this geometry has run.
     """
     if not relu:
         raise BackendUnavailable("select_keys: deep_gemm's scores have a relu; use backend='triton' or 'reference'")
@@ -95,8 +95,7 @@ def select_keys(
             return indexer_scores(operands.rows(part), start[part], stop[part], clean=False)
 
         index, length = select_in_blocks(score_rows, start, stop, top_k, rows_per_call(len(k), block_bytes))
-    score = selected_scores((q, k, w), index, relu) if return_scores else q.new_empty(len(q), 0, dtype=torch.float32)
-    return index, length, score
+    return index, length, q.new_empty(len(q), 0, dtype=torch.float32)
 
 
 def rows_per_call(keys: int, block_bytes: int) -> int:

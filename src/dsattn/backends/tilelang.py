@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from dsattn.backends import Call
-from dsattn.backends.vendors import select_in_blocks, selected_scores, unmet
+from dsattn.backends.vendors import select_in_blocks, unmet
 from dsattn.errors import BackendUnavailable
+from dsattn.selection import selected_scores
 
 _LN2 = math.log(2)
 _INDEXER_HEADS = 8  # in multiples
@@ -114,14 +115,14 @@ def select_keys(
     block_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(index [T, K], length [T], score [T, K] or [T, 0]): the arguments of `select_reference`."""
-    operands = (q, k, w)
 
-    def score(part: slice) -> Tensor:
+    def score_rows(part: slice) -> Tensor:
         return indexer_scores(q[part], k, w[part], start[part], stop[part], relu=relu, clean=False)
 
     rows = max(block_bytes // (4 * max(len(k), 1)), 1)
-    index, length = select_in_blocks(score, start, stop.clamp(max=len(k)), top_k, rows)
-    return index, length, selected_scores(operands, index, relu) if return_scores else w.new_empty(len(q), 0).float()
+    index, length = select_in_blocks(score_rows, start, stop.clamp(max=len(k)), top_k, rows)
+    score = selected_scores(q, k, w, index, relu) if return_scores else q.new_empty(len(q), 0, dtype=torch.float32)
+    return index, length, score
 
 
 def topk_of_megatron(q: Tensor, k: Tensor, w: Tensor, start: Tensor, stop: Tensor, top_k: int) -> Tensor:

@@ -15,9 +15,9 @@ Line = list[tuple[int, float]]
 
 DENSE = "dense attention (torch)"
 # Okabe and Ito's colours: told apart by all readers; markers differ too.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#5A5A5A", "#E69F00", "#56B4E9")
-_MARKERS = "osD^vPX"
-_STYLE: Any = {
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#5A5A5A", "#E69F00", "#56B4E9")
+MARKERS = "osD^vPX"
+STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -74,7 +74,7 @@ def draw(records: Records) -> bytes:
     found = panels(records)
     columns = min(3, len(found))
     rows = math.ceil(len(found) / columns)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.2 * columns, 3.2 * rows), layout="constrained")
         every = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes, (title, lines) in zip(every, found.items(), strict=False):
@@ -88,7 +88,7 @@ def draw(records: Records) -> bytes:
 
 def _panel(axes: Any, title: str, lines: dict[str, Line]) -> None:
     for number, (label, line) in enumerate(sorted(lines.items())):
-        colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
         axes.plot(*zip(*line, strict=True), label=label, color=colour, marker=marker, markersize=4, linewidth=1.2)
         meets = crossover(line, lines[DENSE]) if DENSE in lines and label != DENSE else None
         if meets is not None:

@@ -21,13 +21,12 @@ from dsattn.backends import Call, choose
 from dsattn.config import Precision
 from dsattn.errors import InputError
 from dsattn.keys import KeyRange
-from dsattn.ops.blocks import row_blocks, span
+from dsattn.ops.blocks import span
 from dsattn.ops.first_use import serve
-from dsattn.ops.gathered import gather, gather_index, with_zero_row
 from dsattn.ops.indexer import check_indexer, score_block, tile_shape, wide_dtype
 from dsattn.ops.operator import operator
 from dsattn.quantize import BLOCK, from_mxfp8, to_e4m3, to_mxfp8
-from dsattn.selection import Selection, rank
+from dsattn.selection import Selection, rank, selected_scores
 
 _BYTES_PER_SCORE = 32  # a score with what ranking it keeps beside it: a copy, masks, a running count, an int64 slot
 
@@ -257,16 +256,3 @@ def _select_rows(
             columns_RW = torch.cat([index, columns_RW], dim=1)
         index, length, score = rank(scores_RW, columns_RW, top_k)
     return index, length, score
-
-
-def selected_scores(q: Tensor, k: Tensor, w: Tensor, index: Tensor, relu: bool) -> Tensor:
-    """[T, K] fp32 (fp64 for fp64 inputs): scores of the keys in index [T, K], -inf where it holds -1."""
-    wide = wide_dtype(q, k, w)
-    score_TK = q.new_full(index.shape, -torch.inf, dtype=wide)
-    k_SD = with_zero_row(k, wide)
-    for rows in row_blocks(len(q), wide.itemsize * index.shape[1] * (k.shape[1] + 2 * q.shape[1]), q.device):
-        k_RKD = gather(k_SD, gather_index(index[rows], len(k)))
-        dot_RHK = q[rows].to(wide) @ k_RKD.transpose(1, 2)
-        found_RK = torch.einsum("rhk,rh->rk", dot_RHK.relu() if relu else dot_RHK, w[rows].to(wide))
-        score_TK[rows] = found_RK.masked_fill(index[rows] < 0, -torch.inf)
-    return score_TK

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -40,22 +41,15 @@ def test_requirements(changes: dict[str, object], lacks: list[str], monkeypatch:
     assert select.requirements(replace(HERE, **changes)) == lacks
 
 
-@pytest.mark.parametrize(
-    ("changes", "lacks"),
-    [
-        ({"size_class": "8K"}, []),
-        ({"size_class": "above", "heads": 17}, []),
-        ({"size_class": "64K", "heads": 16}, ["more than 16 indexer heads, where it was seen to be the faster one"]),
-    ],
-)
-def test_auto_takes_it_where_it_is_faster(changes: dict[str, object], lacks: list[str]) -> None:
-    from dsattn.backends import TABLE
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("size_class", ["8K", "above"])
+def test_auto_prefers_it(size_class: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsattn.backends import choose
     from dsattn.backends.hopper import select
 
-    call = replace(HERE, **changes)
-    assert select.slower(call) == lacks
-    (row,) = (row for row in TABLE["select_keys"] if row.name == "hopper")
-    assert row.record(call) == lacks
+    monkeypatch.setattr(select.triton, "__version__", "3.6.1")
+    assert choose("select_keys", replace(HERE, size_class=size_class, precision=precision)).name == "hopper"
+    assert choose("select_keys", replace(HERE, size_class=size_class, precision="mxfp8")).name == "triton"
 
 
 def test_refuses_other_dtypes() -> None:
@@ -158,16 +152,26 @@ def operands(heads: int, width: int, rows: int, keys: int, device: str, *, whole
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("relu", [True, False])
-@pytest.mark.parametrize(("heads", "width"), [(32, 128), (64, 128), (12, 128), (8, 64), (33, 64)])
+@pytest.mark.parametrize(
+    ("heads", "width", "precision"),
+    [
+        *[(32, 128, "bf16"), (64, 128, "bf16"), (12, 128, "bf16"), (8, 64, "bf16"), (33, 64, "bf16")],
+        *[(64, 128, "fp8"), (12, 64, "fp8")],
+    ],
+)
 @pytest.mark.parametrize(("rows", "keys"), [(130, 9000), (3, 100)])
 def test_whole_numbers_give_the_selection_of_the_rule(
-    hopper: str, heads: int, width: int, rows: int, keys: int, relu: bool
+    hopper: str, heads: int, width: int, precision: Precision, rows: int, keys: int, relu: bool
 ) -> None:
     """Scores are exact, ties are many: there is one right answer."""
     case = operands(heads, width, rows, keys, hopper, whole=True)
-    got = select_keys(*case, 200, relu=relu, return_scores=True, backend="hopper")
+    if precision == "fp8":  # 7 / 448 is a power of two, and E4M3 has every whole number up to 7
+        case[0][..., 0] = 7 * torch.randn(rows, heads, device=hopper).sign()
+        case[1][..., 0] = 7
+    asked: dict[str, Any] = {"relu": relu, "return_scores": True, "precision": precision}
+    got = select_keys(*case, 200, backend="hopper", **asked)
     for backend in ("triton", "reference"):
-        want = select_keys(*case, 200, relu=relu, return_scores=True, backend=backend)
+        want = select_keys(*case, 200, backend=backend, **asked)
         assert got.index.equal(want.index)
         assert got.length.equal(want.length)
         assert got.score.equal(want.score)
@@ -179,7 +183,7 @@ def test_whole_numbers_give_the_selection_of_the_rule(
 def test_bits_follow_from_row_and_key_alone(hopper: str, heads: int, width: int, precision: Precision) -> None:
     """Other rows beside it, other blocks, keys at other places: the same bits; and they are near those in fp64."""
     q, k, w, ranges = operands(heads, width, 300, 20000, hopper, whole=False)
-    asked = {"return_scores": True, "backend": "hopper", "precision": precision}
+    asked: dict[str, Any] = {"return_scores": True, "backend": "hopper", "precision": precision}
     whole = select_keys(q, k, w, ranges, 512, **asked)
     small = select_keys(q, k, w, ranges, 512, block_bytes=2**22, **asked)
     assert whole.index.equal(small.index)

@@ -13,8 +13,9 @@ from torch.nn.functional import pad
 
 from dsattn.backends import Call
 from dsattn.backends.cudnn import frontend
-from dsattn.backends.vendors import select_in_blocks, selected_scores, unmet, version_of
+from dsattn.backends.vendors import select_in_blocks, unmet, version_of
 from dsattn.errors import BackendUnavailable
+from dsattn.selection import selected_scores
 
 FP32_WEIGHTS = (1, 31)
 _HEADS = {90: (16, 32, 64), 100: (4, 8, 16, 32, 64), 103: (4, 8, 16, 32, 64)}
@@ -60,7 +61,7 @@ def select_keys(
         index, length = select_in_blocks(
             lambda part: covering_scores(q[part], key, w[part], stop[part]), start, stop, top_k, step
         )
-    score = selected_scores((q, k, w), index, relu) if return_scores else q.new_empty(len(q), 0, dtype=torch.float32)
+    score = selected_scores(q, k, w, index, relu) if return_scores else q.new_empty(len(q), 0, dtype=torch.float32)
     return index, length, score
 
 

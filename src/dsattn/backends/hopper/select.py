@@ -1,5 +1,8 @@
 """Selection on Hopper: scores by `select_scores`, in bf16 or E4M3, ranked as on any GPU.
 
+`auto` prefers it to the portable kernels: at 4K, 32K and 128K keys, with 32 and 64 heads, it takes 0.79 to 0.94 of
+their time in bf16 and 0.89 to 0.97 in fp8 (docs/decisions/012). Other numbers of heads were not timed.
+
 Letters: T query rows, S keys, H indexer heads, D indexer width, K kept keys.
 """
 
@@ -38,15 +41,6 @@ def requirements(call: Call) -> list[str]:
     }
     unmet = [need for need, met in needs.items() if not met]
     return unmet or portable.requirements(call)
-
-
-def slower(call: Call) -> list[str]:
-    """Where nothing says that it beats the portable kernels: with 16 heads or fewer it was never timed.
-
-    Faster at 4K / 32K / 128K keys in bf16 by 1.12 / 1.26 / 1.26 with 32 heads and by 1.06 / 1.15 / 1.16 with 64, in fp8
-    by 1.03 to 1.12 (one H200, 4096 rows).
-    """
-    return [] if call.heads > 16 else ["more than 16 indexer heads, where it was seen to be the faster one"]
 
 
 def select_keys(
