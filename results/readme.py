@@ -126,8 +126,7 @@ def layer(newest: Sequence[dict[str, Any]]) -> Iterator[str]:
     peak = max(records, key=lambda one: one["shape"]["S"])
     length = peak["shape"]["S"]
     yield ""
-    yield "![A DSA layer beside dense attention and the vendors' parts](results/layer.svg)"
-    yield crossed(lines)
+    yield f"![A DSA layer and what it is compared with](results/layer.svg) {crossed(lines)}"
     memory = f"{peak['peak_bytes'] / 2**30:.1f} GiB (a `[T, S]` buffer: {length**2 * 4 // 2**30})"
     bars = "Numerical bar: `results/errors.jsonl`; memcheck: `results/sanitize.jsonl`."
     yield f"At {length // 1024}K tokens it takes {memory}. {bars}"
