@@ -148,6 +148,7 @@ def test_what_a_precision_needs() -> None:
     assert not served(90, "bf16") + served(90, "fp8") + served(89, "fp8") + served(100, "fp8") + served(80, "mxfp8")
     assert served(80, "fp8") == ["compute capability 8.9 or above for fp8"]
     assert served(100, "mxfp8") == ["a GPU before Blackwell for mxfp8, made in bf16"]
-    lines = explain(Call(device="cuda", capability=90, dtype="bfloat16", heads=32, width=128, precision="fp8"))
-    row = next(line for line in lines.splitlines() if line.startswith("select_keys") and " hopper " in line)
-    assert "precision 'bf16'" in row
+    for precision, said in (("fp8", "serves"), ("mxfp8", "precision 'bf16' or 'fp8'")):
+        call = Call(device="cuda", capability=90, dtype="bfloat16", heads=32, width=128, precision=precision)
+        row = next(line for line in explain(call).splitlines() if line.startswith("select_keys") and " hopper " in line)
+        assert said in row
