@@ -89,7 +89,10 @@ def _recorded(operation: str, module: str, package: str) -> Row:
 
 
 def _kernels(folder: str, file: str) -> Row:
-    """Our kernels in `backends/FOLDER/`: nothing is imported before a call is on a GPU and Triton is there."""
+    """Our kernels in `backends/FOLDER/`: nothing is imported before a call is on a GPU and Triton is there.
+
+    A file may have a function `untimed`: where nothing was measured that lets `auto` prefer it to the row behind it.
+    """
 
     def requirements(call: Call) -> list[str]:
         if call.device != "cuda":
@@ -98,7 +101,11 @@ def _kernels(folder: str, file: str) -> Row:
             return ["the package triton"]
         return importlib.import_module(f"dsattn.backends.{folder}.{file}").requirements(call)
 
-    return Row(folder, f"{folder}.{file}", requirements)
+    def record(call: Call) -> list[str]:
+        module = importlib.import_module(f"dsattn.backends.{folder}.{file}")
+        return module.untimed(call) if hasattr(module, "untimed") else []
+
+    return Row(folder, f"{folder}.{file}", requirements, record=record)
 
 
 REFERENCE = Row("reference", None, _always)

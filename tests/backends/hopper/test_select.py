@@ -49,7 +49,8 @@ def test_auto_prefers_it(size_class: str, precision: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(select.triton, "__version__", "3.6.1")
     assert choose("select_keys", replace(HERE, size_class=size_class, precision=precision)).name == "hopper"
-    assert choose("select_keys", replace(HERE, size_class=size_class, precision="mxfp8")).name == "triton"
+    for other in (replace(HERE, precision="mxfp8"), replace(HERE, precision=precision, heads=16)):
+        assert choose("select_keys", replace(other, size_class=size_class)).name == "triton"
 
 
 def test_refuses_other_dtypes() -> None:
