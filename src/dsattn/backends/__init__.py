@@ -89,10 +89,7 @@ def _recorded(operation: str, module: str, package: str) -> Row:
 
 
 def _kernels(folder: str, file: str) -> Row:
-    """Our kernels in `backends/FOLDER/`: nothing is imported before a call is on a GPU and Triton is there.
-
-    A file may have a function `untimed`: where nothing was measured that lets `auto` prefer it to the row behind it.
-    """
+    """Our kernels in `backends/FOLDER/`, imported where there are a GPU and Triton. `untimed`: why `auto` waits."""
 
     def requirements(call: Call) -> list[str]:
         if call.device != "cuda":
@@ -102,8 +99,8 @@ def _kernels(folder: str, file: str) -> Row:
         return importlib.import_module(f"dsattn.backends.{folder}.{file}").requirements(call)
 
     def record(call: Call) -> list[str]:
-        module = importlib.import_module(f"dsattn.backends.{folder}.{file}")
-        return module.untimed(call) if hasattr(module, "untimed") else []
+        untimed = getattr(importlib.import_module(f"dsattn.backends.{folder}.{file}"), "untimed", None)
+        return untimed(call) if untimed else []
 
     return Row(folder, f"{folder}.{file}", requirements, record=record)
 
