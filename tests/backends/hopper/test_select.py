@@ -92,6 +92,15 @@ def test_operands_can_be_copied_16_bytes_at_a_time(change: Callable[[Tensor], Te
     assert _copyable(x) is x
 
 
+def test_far_heads_are_moved() -> None:
+    """The kernel multiplies a head and its stride in int32."""
+    from dsattn.backends.hopper.select import _copyable
+
+    for apart, moved in ((2**29, False), (2**30, True)):
+        q = torch.empty(4 * apart, dtype=torch.bfloat16, device="meta").as_strided((2, 3, 64), (64, apart, 1))
+        assert (_copyable(q).stride() == (192, 64, 1)) is moved
+
+
 @pytest.mark.parametrize(
     ("rows", "heads", "keys", "chunk", "programs"),
     [(4096, 32, 4096, 2048, 1024), (4096, 32, 2**17, 8192, 8192), (1, 8, 100, 512, 16), (17, 64, 5000, 512, 160)],

@@ -1,6 +1,8 @@
 """The kernels of selection keep the ranking rule and the bits of scores. Small blocks let few keys make long rows."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,6 +144,14 @@ def test_strides_and_odd_operands(device: str) -> None:
     assert length[3] == 0
     assert not (index == 2).any()
     assert length[8] == 7
+
+
+def test_heads_more_than_int32_apart(device: str, tmp_path: Path) -> None:
+    """A turned q of many rows, in a file of holes: what lies 2^32 elements below head 2 is no operand."""
+    apart, case = 2**30, make_case(Layout.causal(9), device=device).map(lambda x: x.round())
+    memory = torch.from_file(str(tmp_path / "q"), shared=True, size=5 * apart, dtype=torch.float32)
+    q = memory.as_strided(case.q_i.shape, (case.q_i.shape[2], apart, 1), 2 * apart).copy_(case.q_i)
+    assert _same(pick(replace(case, q_i=q)), pick(case))
 
 
 def test_infinite_keys_with_padded_heads(device: str) -> None:

@@ -122,7 +122,9 @@ def _score(
 
 
 def _copyable(x: Tensor) -> Tensor:
-    """bf16 x whose rows can be copied 16 bytes at a time, as they lie or moved."""
+    """bf16 x whose rows can be copied 16 bytes at a time, as they lie or moved. Heads together span less than 2^31."""
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in x.stride()[:-1])
+    if x.dim() == 3:  # the kernel multiplies head and stride in int32
+        fits = fits and x.shape[1] * x.stride(1) < 2**31
     x = x if fits else x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()

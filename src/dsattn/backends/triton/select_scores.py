@@ -157,10 +157,11 @@ def _score_kernel(
     row_C = first_row + column_C // TILE_HEADS
     head_C = column_C % TILE_HEADS
     live_C = (row_C < rows) & (head_C < HEADS)
-    w_C = tl.load(w_ptr + (first + row_C) * w_row + head_C * w_head, mask=live_C, other=0.0).to(tl.float32)
+    far_C = head_C.to(tl.int64)  # heads of a turned q are rows apart: offsets pass 2^31
+    w_C = tl.load(w_ptr + (first + row_C) * w_row + far_C * w_head, mask=live_C, other=0.0).to(tl.float32)
     d_D = tl.arange(0, STEP_WIDTH)
     n_N = tl.arange(0, TILE_KEYS)
-    q_base_C1 = (q_ptr + (first + row_C) * q_row + head_C * q_head)[:, None]
+    q_base_C1 = (q_ptr + (first + row_C) * q_row + far_C * q_head)[:, None]
     q_CD = tl.load(q_base_C1 + d_D[None, :], mask=live_C[:, None] & (d_D < WIDTH)[None, :], other=0.0)
     wide_tile = tl.full((), TILE_KEYS, tl.int64)
     for n in range(begin, end):
