@@ -381,6 +381,13 @@ def test_rows_whose_scores_are_all_minus_infinity_or_nan_select_nothing() -> Non
     assert not run(case, divisor=20).loss.isfinite()  # over all keys there is no such softmax, and the loss says so
 
 
+def test_a_selection_without_slots_loses_nothing() -> None:
+    case = make_case(Layout.causal(5))
+    got = run(case, selection=Selection.from_index(torch.full((5, 0), -1)))
+    assert got.loss == 0
+    assert not any(grad.any() for grad in got.grads)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_score_of_minus_infinity_where_attention_reads_is_an_infinite_loss(mode: str) -> None:
     case = make_case(Layout.causal(6), Sizes(index_heads=1, index_width=1, top_k=6), dtype=torch.float64)

@@ -244,6 +244,8 @@ def _shared(x: _Inputs) -> Iterator[_Cut]:
 
 def _selected(x: _Inputs, index: Tensor, with_target: bool) -> Iterator[_Cut]:
     """Key rows of their own [R, K]: k [R, K, D], attention keys [R, K, G, C] (G = 0 without target), read [R, K]."""
+    if not index.shape[1]:  # nothing is read, and there is no maximum of nothing
+        return
     index = index.masked_fill(~x.real[:, None], -1)
     keys, width = x.k_i.shape[0], x.q.shape[2]
     attention = x.kv.flatten(1) if with_target else x.kv.flatten(1)[:, :0]
