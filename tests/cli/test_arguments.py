@@ -27,7 +27,7 @@ def test_pick_gives_back_what_is_known():
     ("given", "message"),
     [
         ("tyni", "no recipe 'tyni'; did you mean tiny. There is tiny, small .see x --help."),
-        ("qqq", "no recipe 'qqq' ?There is tiny, small"),
+        ("qqq", "no recipe 'qqq'. There is tiny, small"),
         ("--train.seed", "give the recipe before options such as '--train.seed': tiny, small"),
         ("", "no recipe ''"),
     ],

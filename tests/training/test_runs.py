@@ -78,7 +78,9 @@ def test_an_unknown_field_is_an_error() -> None:
 def test_devices() -> None:
     assert pick_device("cpu") == torch.device("cpu")
     assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    with pytest.raises(InputError, match=r"train\.device='toaster'"):
+    with pytest.raises(InputError, match=r"^train\.device='toaster'"):
+        pick_device("toaster", "train.device")
+    with pytest.raises(InputError, match=r"^device='toaster'"):
         pick_device("toaster")
 
 

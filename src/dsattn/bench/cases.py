@@ -89,6 +89,8 @@ class Setting:
             raise InputError(
                 f"rows={self.rows} must be between 1 and keys={self.keys}: rows are the last of a sequence"
             )
+        if self.shape.top_k < 1:
+            raise InputError(f"top_k={self.shape.top_k} must be at least 1")
         if self.order == "recorded" and self.pattern is None:
             raise InputError("order='recorded' needs a pattern; make one with `dsattn bench record RUN`")
 

@@ -24,7 +24,7 @@ def pick(kind: str, given: str, names: Iterable[str], help_command: str) -> str:
     if given.startswith("-"):
         raise UsageError(f"give the {kind} before options such as {given!r}: {', '.join(known)} (see {help_command})")
     close = difflib.get_close_matches(given, known, n=3, cutoff=0.5)
-    meant = f"; did you mean {' or '.join(close)}?" if close else ""
+    meant = f"; did you mean {' or '.join(close)}?" if close else "."
     raise UsageError(f"no {kind} {given!r}{meant} There is {', '.join(known)} (see {help_command})")
 
 

@@ -18,6 +18,7 @@ from dsattn.cli import recall
 from dsattn.cli.arguments import UsageError, parse, pick
 from dsattn.cli.tables import amount, told_of_peers
 from dsattn.errors import InputError
+from dsattn.training.runs import pick_device
 
 if TYPE_CHECKING:
     from dsattn.keys import KeyRange
@@ -127,8 +128,7 @@ def _names(op: str) -> list[str]:
 
 
 def _plan(names: list[str], options: Options) -> Iterator[tuple[str, Setting]]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else None
-    device = torch.device(options.device) if device is None else device
+    device = pick_device(options.device)
     gpu = device.type == "cuda"
     if device.index is not None:
         torch.cuda.set_device(device)

@@ -18,6 +18,7 @@ from dsattn.bench.run import Refusal
 from dsattn.cli.arguments import parse
 from dsattn.cli.tables import told_of_peers
 from dsattn.errors import InputError
+from dsattn.training.runs import pick_device
 
 if TYPE_CHECKING:
     from dsattn.config import RunConfig
@@ -61,8 +62,7 @@ class Options:
 def run(arguments: list[str]) -> int:
     """Measure every input, print and keep a line each; 1 where a selection was wrong or could not be had."""
     options = parse(Options, arguments, prog="dsattn bench select")
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(auto if options.device == "auto" else options.device)
+    device = pick_device(options.device)
     machine = Machine.here(device, commit=options.commit, dirty=options.dirty)
     of_run = () if options.run is None else tuple(_of_run(options.run, str(device)))  # a wrong run costs no measurement
     how = measuring.Options(

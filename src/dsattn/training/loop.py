@@ -66,7 +66,7 @@ class Trainer:
         plots.require()
         self.config, self.recipe = config, recipe
         self.run_dir = Path(config.train.run_dir)
-        self.device = pick_device(config.train.device)
+        self.device = pick_device(config.train.device, "train.device")
         self.mesh = build_mesh(config.parallel, self.device)
         self.leads = consensus.rank() == 0
         on_gpu = self.device.type == "cuda"

@@ -20,16 +20,16 @@ from dsattn.nn import LightningIndexer
 from dsattn.training import checkpoint
 
 
-def pick_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one. Raises InputError where `name` cannot be had."""
+def pick_device(name: str, option: str = "device") -> torch.device:
+    """`auto` is the GPU where there is one. Raises InputError, which names the `option`, where `name` cannot be had."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise InputError(f"train.device={name!r} is no device; use auto, cpu or cuda") from error
+        raise InputError(f"{option}={name!r} is no device; use auto, cpu or cuda") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"train.device={name!r}, but torch sees no GPU; use 'auto' or 'cpu'")
+        raise InputError(f"{option}={name!r}, but torch sees no GPU; use 'auto' or 'cpu'")
     return device
 
 
