@@ -22,6 +22,7 @@ import torch
 
 from dsattn.backends.call import Call as Call
 from dsattn.backends.call import size_class as size_class
+from dsattn.backends.call import unmet as unmet
 from dsattn.backends.vendors import is_installed, lacks_record, recorded
 from dsattn.errors import BackendUnavailable
 
@@ -247,12 +248,12 @@ def _choose(operation: str, call: Call, backend: str) -> Choice:
         served = tuple(named) or served
     passed_over = []
     for row in served:
-        unmet = row.requirements(call) or (row.record(call) if row.name != backend else [])
-        if not unmet:
+        lacks = row.requirements(call) or (row.record(call) if row.name != backend else [])
+        if not lacks:
             choice = Choice(row.name, _load(operation, row), tuple(passed_over))
             _log_once(f"{operation}: {choice}")
             return choice
-        passed_over.append((row.name, ", ".join(unmet)))
+        passed_over.append((row.name, ", ".join(lacks)))
     reasons = "; ".join(f"{name} needs {why}" for name, why in passed_over)
     raise BackendUnavailable(f"{operation}: {reasons}; got {call}")
 
@@ -290,8 +291,8 @@ def standing(row: Row, call: Call, serves: bool) -> str:
     That is `needs` with what the call lacks, or `can serve by name` with what keeps `auto` from it.
     """
     if not serves:
-        if unmet := row.requirements(call):
-            return f"needs {', '.join(unmet)}"
+        if lacks := row.requirements(call):
+            return f"needs {', '.join(lacks)}"
         if passed := [row.by_name] if row.by_name else row.record(call):
             return f"can serve by name ({', '.join(passed)})"
     merit = row.merit(call)

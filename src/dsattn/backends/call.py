@@ -1,6 +1,7 @@
 """What dispatch may know of a call."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,11 @@ class Call:
         dtype = str(common).removeprefix("torch.")
         device = operand.device.type
         return cls(device=device, capability=capability, dtype=dtype, size_class=size_class(num_keys), **rest)
+
+
+def unmet(needs: Mapping[str, bool]) -> list[str]:
+    """Of needs in words, those that are not met: what a row's `requirements` give."""
+    return [need for need, met in needs.items() if not met]
 
 
 def size_class(num_keys: int) -> str:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsattn.backends import Call
-from dsattn.backends.vendors import is_capturing, select_in_blocks, unmet
+from dsattn.backends import Call, unmet
+from dsattn.backends.vendors import is_capturing, select_in_blocks
 from dsattn.errors import BackendUnavailable
 from dsattn.quantize import pack_exponents, to_e4m3, to_mxfp8
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsattn.backends import Call
-from dsattn.backends.vendors import unmet, version_of
+from dsattn.backends import Call, unmet
+from dsattn.backends.vendors import version_of
 from dsattn.errors import BackendUnavailable
 from dsattn.selection import take
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsattn.backends import Call
+from dsattn.backends import Call, unmet
 
 
 def requirements(call: Call) -> list[str]:
@@ -24,7 +24,7 @@ def requirements(call: Call) -> list[str]:
         "bfloat16, float16 or float32": call.dtype != "float64",
         "heads of at most 256": call.width <= 256,
     }
-    return [need for need, met in needs.items() if not met]
+    return unmet(needs)
 
 
 def kda(

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsattn.backends import Call
-from dsattn.backends.vendors import is_capturing, positive_scale, unmet, version_of
+from dsattn.backends import Call, unmet
+from dsattn.backends.vendors import is_capturing, positive_scale, version_of
 from dsattn.errors import BackendUnavailable
 
 # Distribution -> compute capabilities it has sparse forward kernels for. `flash-mla` depends on its age.

@@ -14,8 +14,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from dsattn.backends import Call
-from dsattn.backends.vendors import select_in_blocks, unmet
+from dsattn.backends import Call, unmet
+from dsattn.backends.vendors import select_in_blocks
 from dsattn.errors import BackendUnavailable
 from dsattn.selection import selected_scores
 

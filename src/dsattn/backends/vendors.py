@@ -116,11 +116,6 @@ def is_installed(*packages: str) -> bool:
     return all(importlib.util.find_spec(name) is not None for name in packages)
 
 
-def unmet(needs: Mapping[str, bool]) -> list[str]:
-    """The needs that are not met."""
-    return [need for need, met in needs.items() if not met]
-
-
 def is_capturing(x: Tensor) -> bool:
     """Whether a CUDA graph is being captured."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()

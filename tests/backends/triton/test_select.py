@@ -199,7 +199,7 @@ def test_half_precision_on_a_gpu(dtype: torch.dtype, heads: int, width: int) -> 
     ("change", "lacks"),
     [
         ({}, None),
-        ({"dtype": "float64"}, "operands in bfloat16, float16, float32"),
+        ({"dtype": "float64"}, "bfloat16, float16 or float32 operands"),
         ({"device": "cpu", "capability": 0}, "a CUDA GPU of compute capability 8.0 or above"),
         ({"heads": 65}, "at most 64 indexer heads"),
         ({"width": 129}, "an indexer width of at most 128"),

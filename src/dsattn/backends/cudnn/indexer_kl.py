@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsattn.backends import Call
+from dsattn.backends import Call, unmet
 from dsattn.backends.cudnn import frontend
-from dsattn.backends.vendors import unmet, version_of
+from dsattn.backends.vendors import version_of
 from dsattn.errors import BackendUnavailable
 from dsattn.keys import KeyRange
 

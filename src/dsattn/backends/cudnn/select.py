@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsattn.backends import Call
+from dsattn.backends import Call, unmet
 from dsattn.backends.cudnn import frontend
-from dsattn.backends.vendors import select_in_blocks, unmet, version_of
+from dsattn.backends.vendors import select_in_blocks, version_of
 from dsattn.errors import BackendUnavailable
 from dsattn.selection import selected_scores
 

@@ -9,9 +9,8 @@ Letters: T query rows, S keys, K kept keys.
 import torch
 from torch import Tensor
 
-from dsattn.backends import Call
+from dsattn.backends import Call, unmet
 from dsattn.backends.cudnn import frontend
-from dsattn.backends.vendors import unmet
 from dsattn.errors import BackendUnavailable
 
 MOST_TOP_K = 2048

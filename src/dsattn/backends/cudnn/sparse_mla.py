@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsattn.backends import Call
+from dsattn.backends import Call, unmet
 from dsattn.backends.cudnn import frontend
-from dsattn.backends.vendors import unmet
 from dsattn.errors import BackendUnavailable
 
 SAFE_EMPTY_ROWS = (1, 29)

@@ -12,8 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from dsattn.backends import Call
-from dsattn.backends.hopper.sparse_mla import TRITON
+from dsattn.backends import Call, unmet
+from dsattn.backends.hopper.sparse_mla import needs_of
 from dsattn.backends.triton import select as portable
 from dsattn.backends.triton.launch import launch
 from dsattn.backends.triton.quantize import to_e4m3
@@ -30,17 +30,13 @@ _CHUNK = 8192  # keys of one program at most
 
 def requirements(call: Call) -> list[str]:
     """What `call` lacks to be served here."""
-    version = triton.__version__
-    needs = {
-        "a GPU of compute capability 9.0 (Hopper)": call.device == "cuda" and call.capability == 90,
+    needs = needs_of(call) | {
         f"precision {' or '.join(map(repr, PRECISIONS))}": call.precision in PRECISIONS,
         "bfloat16 operands, or precision 'fp8'": call.dtype == "bfloat16" or call.precision == "fp8",
         f"an indexer width of {' or '.join(map(str, WIDTHS))}": call.width in WIDTHS,
         f"at least {FEWEST_HEADS} indexer heads": call.heads >= FEWEST_HEADS,
-        f"triton {' or '.join(TRITON)}, not {version}": ".".join(version.split(".")[:2]) in TRITON,
     }
-    unmet = [need for need, met in needs.items() if not met]
-    return unmet or portable.requirements(call)
+    return unmet(needs) or portable.requirements(call)
 
 
 def untimed(call: Call) -> list[str]:

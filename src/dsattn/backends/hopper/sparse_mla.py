@@ -11,8 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
-from dsattn.backends import Call
+from dsattn.backends import Call, unmet
 from dsattn.backends.triton.launch import launch
+from dsattn.backends.vendors import positive_scale
 from dsattn.errors import BackendUnavailable
 
 WIDTHS = (512, 576)
@@ -29,17 +30,23 @@ SCRATCH_BYTES = 2**31
 TRITON = ("3.6", "3.7")
 
 
+def needs_of(call: Call) -> dict[str, bool]:
+    """What every kernel in this folder needs: need in words -> whether it is met."""
+    version = triton.__version__
+    return {
+        "a GPU of compute capability 9.0 (Hopper)": call.device == "cuda" and call.capability == 90,
+        f"triton {' or '.join(TRITON)}, not {version}": ".".join(version.split(".")[:2]) in TRITON,
+    }
+
+
 def requirements(call: Call) -> list[str]:
     """What `call` lacks to be served here, forward or backward."""
-    version = triton.__version__
-    needs = {
-        "a GPU of compute capability 9.0 (Hopper)": call.device == "cuda" and call.capability == 90,
+    needs = needs_of(call) | {
         "bfloat16 operands": call.dtype == "bfloat16",
         f"a latent width of {' or '.join(map(str, WIDTHS))}": call.width in WIDTHS,
         f"a value width of {VALUE_WIDTH}": call.value_width == VALUE_WIDTH,
-        f"triton {' or '.join(TRITON)}, not {version}": ".".join(version.split(".")[:2]) in TRITON,
     }
-    return [need for need, met in needs.items() if not met]
+    return unmet(needs)
 
 
 def sparse_mla_forward(
@@ -75,7 +82,7 @@ def attend(
     tasks = rows * blocks_of_heads(heads)
     if tasks == 0:
         return
-    q, scale, _ = _positive(q, scale)
+    q, scale, _ = positive_scale(q, scale)
     operands = (aligned(q), aligned(kv), index.contiguous(), length.contiguous(), _contiguous(sink), *results, *left)
     grid = (min(tasks, _processors(q.device)),)
     with torch.cuda.device_of(q):
@@ -109,7 +116,7 @@ def sparse_mla_backward(
     dq, dkv = torch.empty_like(q, memory_format=torch.contiguous_format), kv.new_empty(keys, width)
     if 0 in (rows, heads, keys, slots):
         return dq.zero_(), dkv.zero_()
-    q, scale, sign = _positive(q, scale)
+    q, scale, sign = positive_scale(q, scale)
     grad_out, out = (aligned(x.to(q.dtype)) for x in (grad_out, out))
     index, length, lse, sink = index.contiguous(), length.contiguous(), lse.contiguous(), _contiguous(sink)
     with torch.cuda.device_of(q):
@@ -157,14 +164,6 @@ def aligned(x: Tensor) -> Tensor:
     """x in one piece from a multiple of 16 bytes on, the unit of the kernels' copies."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
-def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
-    """(q, scale, sign) with a scale above 0, as the forward's maxima need it: its sign has gone into q."""
-    if scale > 0:
-        return q, scale, 1
-    sign = -1 if scale < 0 else 0
-    return q * sign, -scale or 1.0, sign
 
 
 def _check_dtypes(q: Tensor, kv: Tensor) -> None:

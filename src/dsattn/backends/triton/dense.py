@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsattn.backends import Call
+from dsattn.backends import Call, unmet
 from dsattn.backends.triton.chunks import (
     LN_2,
     LOG2_E,
@@ -25,7 +25,7 @@ from dsattn.backends.triton.chunks import (
     zeros,
 )
 from dsattn.backends.triton.dense_backward import dense_gqa_backward, dense_mla_backward
-from dsattn.backends.triton.launch import launch
+from dsattn.backends.triton.launch import launch, needs_of
 from dsattn.backends.triton.lines import Tiles, first_fitting, geometry, key_tiles, lines_of, load_keys, meet, ranges_of
 from dsattn.keys import KeyRange
 
@@ -41,14 +41,7 @@ FORWARD_TILES = {
 
 def requirements(call: Call) -> list[str]:
     """What `call` lacks to be served here, forward or backward."""
-    unmet = []
-    if call.device != "cuda" or call.capability < 80:
-        unmet.append("a CUDA GPU of compute capability 8.0 or above")
-    if call.dtype not in ("bfloat16", "float16", "float32"):
-        unmet.append("bfloat16, float16 or float32 operands")
-    if max(call.width, call.value_width) > 1024:
-        unmet.append("key and value widths of at most 1024")
-    return unmet
+    return unmet(needs_of(call) | {"key and value widths of at most 1024": max(call.width, call.value_width) <= 1024})
 
 
 @triton.jit

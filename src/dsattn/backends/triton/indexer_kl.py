@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsattn.backends import Call
+from dsattn.backends import Call, unmet
 from dsattn.backends.triton.indexer_kl_dense import ranges_backward, ranges_forward
 from dsattn.backends.triton.indexer_kl_rows import (
     Lines,
@@ -28,6 +28,7 @@ from dsattn.backends.triton.indexer_kl_rows import (
     sum_over_,
 )
 from dsattn.backends.triton.launch import launch
+from dsattn.backends.triton.select_scores import indexer_needs
 from dsattn.errors import BackendUnavailable
 from dsattn.keys import KeyRange
 
@@ -48,20 +49,10 @@ GRADIENT_TILES = Tiles(64, 4, 3)
 EXACT_SCORE_TILES = Tiles(32, 4, 1)
 EXACT_GRADIENT_TILES = Tiles(16, 4, 1)
 
-_MOST_HEADS = 64
-_MOST_WIDTH = 128
-_DTYPES = ("bfloat16", "float32")
-
 
 def requirements(call: Call) -> list[str]:
     """What `call` lacks to be served here, forward or backward."""
-    needs = {
-        "a CUDA GPU of compute capability 8.0 or above": call.device == "cuda" and call.capability >= 80,
-        f"operands in {', '.join(_DTYPES)}": call.dtype in _DTYPES,
-        f"at most {_MOST_HEADS} indexer heads": call.heads <= _MOST_HEADS,
-        f"an indexer width of at most {_MOST_WIDTH}": call.width <= _MOST_WIDTH,
-    }
-    return [need for need, met in needs.items() if not met]
+    return unmet(indexer_needs(call, "bfloat16", "float32"))
 
 
 def indexer_kl_forward(

@@ -16,13 +16,25 @@ from triton.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import create_function_from_signature
 
+from dsattn.backends import Call
+
 # What a machine without a GPU records for: the rules of specialisation are the same for every NVIDIA GPU.
 _WITHOUT_GPU = GPUTarget("cuda", 90, 32)
+
+_DTYPES = ("bfloat16", "float16", "float32")
 
 Recorded = dict[str, set[str]]
 
 _recorded: Recorded | None = None
 _start = True
+
+
+def needs_of(call: Call, dtypes: tuple[str, ...] = _DTYPES) -> dict[str, bool]:
+    """What every kernel in Triton needs: need in words -> whether it is met."""
+    return {
+        "a CUDA GPU of compute capability 8.0 or above": call.device == "cuda" and call.capability >= 80,
+        f"{', '.join(dtypes[:-1])} or {dtypes[-1]} operands": call.dtype in dtypes,
+    }
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:

@@ -20,18 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsattn.backends import Call
+from dsattn.backends import Call, unmet
 from dsattn.backends.triton.launch import launch
 from dsattn.backends.triton.quantize import to_e4m3
+from dsattn.backends.triton.select_scores import indexer_needs, score_rows
 from dsattn.backends.triton.select_scores import processors as processors
-from dsattn.backends.triton.select_scores import score_rows
 from dsattn.errors import BackendUnavailable
 from dsattn.quantize import from_mxfp8, to_mxfp8
 
 MOST_TOP_K = 4096
-_MOST_HEADS = 64
-_MOST_WIDTH = 128
-_DTYPES = ("bfloat16", "float16", "float32")
 
 _NOTHING = tl.constexpr(-(2**31))  # NaN, -inf
 _LOWEST = tl.constexpr(-0x7F800000)  # the lowest finite score
@@ -48,16 +45,12 @@ _CANDIDATE_BYTES = 8  # a score and its key
 
 def requirements(call: Call) -> list[str]:
     """What `call` lacks to be served here, for `select_keys` and `select_topk`."""
-    needs = {
-        "a CUDA GPU of compute capability 8.0 or above": call.device == "cuda" and call.capability >= 80,
-        f"operands in {', '.join(_DTYPES)}": call.dtype in _DTYPES,
-        f"at most {_MOST_HEADS} indexer heads": call.heads <= _MOST_HEADS,
-        f"an indexer width of at most {_MOST_WIDTH}": call.width <= _MOST_WIDTH,
+    needs = indexer_needs(call, "bfloat16", "float16", "float32") | {
         f"top_k of at most {MOST_TOP_K}": call.top_k <= MOST_TOP_K,
         "compute capability 8.9 or above for fp8": call.precision != "fp8" or call.capability >= 89,
         "a GPU before Blackwell for mxfp8, made in bf16": call.precision != "mxfp8" or call.capability < 100,
     }
-    return [need for need, met in needs.items() if not met]
+    return unmet(needs)
 
 
 def select_topk(scores: Tensor, start: Tensor, stop: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

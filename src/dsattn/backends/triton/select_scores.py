@@ -15,10 +15,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsattn.backends.triton.launch import launch
+from dsattn.backends import Call
+from dsattn.backends.triton.launch import launch, needs_of
 
 _BAND = tl.constexpr(16)  # row tiles that read the same keys at about the same time
 _CHUNK = 4096  # keys of one program at most
+_MOST_HEADS = 64
+_MOST_WIDTH = 128
+
+
+def indexer_needs(call: Call, *dtypes: str) -> dict[str, bool]:
+    """What kernels of the indexer need: need in words -> whether it is met."""
+    return needs_of(call, dtypes) | {
+        f"at most {_MOST_HEADS} indexer heads": call.heads <= _MOST_HEADS,
+        f"an indexer width of at most {_MOST_WIDTH}": call.width <= _MOST_WIDTH,
+    }
 
 
 def processors(device: torch.device) -> int:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsattn.backends import Call
+from dsattn.backends import Call, unmet
 from dsattn.backends.triton.chunks import (
     LN_2,
     LOG2_E,
@@ -25,7 +25,7 @@ from dsattn.backends.triton.chunks import (
     store_chunks,
     zeros,
 )
-from dsattn.backends.triton.launch import launch
+from dsattn.backends.triton.launch import launch, needs_of
 from dsattn.backends.triton.lines import meet
 from dsattn.backends.triton.sparse_mla import ATOMIC_KEYS
 from dsattn.backends.triton.sparse_mla import _invert as invert
@@ -52,14 +52,7 @@ class Tiles(NamedTuple):
 
 def requirements(call: Call) -> list[str]:
     """What `call` lacks to be served here, forward or backward."""
-    unmet = []
-    if call.device != "cuda" or call.capability < 80:
-        unmet.append("a CUDA GPU of compute capability 8.0 or above")
-    if call.dtype not in ("bfloat16", "float16", "float32"):
-        unmet.append("bfloat16, float16 or float32 operands")
-    if max(call.width, call.value_width) > 512:
-        unmet.append("key and value widths of at most 512")
-    return unmet
+    return unmet(needs_of(call) | {"key and value widths of at most 512": max(call.width, call.value_width) <= 512})
 
 
 @triton.jit

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsattn.backends import Call
-from dsattn.backends.triton.launch import launch
+from dsattn.backends import Call, unmet
+from dsattn.backends.triton.launch import launch, needs_of
 from dsattn.errors import BackendUnavailable
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -51,14 +51,7 @@ class Tiles(NamedTuple):
 
 def requirements(call: Call) -> list[str]:
     """What `call` lacks to be served here, forward or backward."""
-    unmet = []
-    if call.device != "cuda" or call.capability < 80:
-        unmet.append("a CUDA GPU of compute capability 8.0 or above")
-    if call.dtype not in ("bfloat16", "float16", "float32"):
-        unmet.append("bfloat16, float16 or float32 operands")
-    if call.width > 1024:
-        unmet.append("a latent width of at most 1024")
-    return unmet
+    return unmet(needs_of(call) | {"a latent width of at most 1024": call.width <= 1024})
 
 
 @triton.jit
