@@ -14,11 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsattn.backends.triton.chunks import LOG2_E, shared_bytes
 from dsattn.backends.triton.launch import launch
-from dsattn.backends.triton.sparse_mla import shared_bytes
 from dsattn.keys import KeyRange
-
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Tiles(NamedTuple):

@@ -17,18 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from dsattn.backends import Call, unmet
+from dsattn.backends.triton.chunks import LN_2, LOG2_E, cut, shared_bytes
 from dsattn.backends.triton.launch import launch, needs_of
 from dsattn.errors import BackendUnavailable
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 
 # What the backward keeps between its kernels: rows are taken in runs for which this is enough.
 SCRATCH_BYTES = 2**31
 # Up to this many keys dkv stays in the L2 cache, where adding to it beats writing contributions and summing them.
 ATOMIC_KEYS = 8192
-# What one block of a Hopper or Blackwell data centre GPU may use; assumed where torch does not tell.
-SHARED_BYTES = 232448
 
 Cut = tuple[int, int, int]
 # (heads a program, keys a step, stages), best first.
@@ -427,7 +423,7 @@ def sparse_mla_forward(
     sink = None if sink is None else sink.contiguous()
     tiles = forward_tiles(heads, width, q.dtype, shared_bytes(q.device))
     shape = {"H": heads, "C": width, "V": value_dim, "K": index.shape[1], "STAGES": tiles.num_stages}
-    shape |= {"REST": _rest(width, tiles.chunk)} | _options(tiles)
+    shape |= {"REST": cut(width, tiles.chunk)[1]} | _options(tiles)
     operands = (q, kv, index.contiguous(), length.contiguous(), sink, out, lse, scale)
     with torch.cuda.device_of(q):
         launch(_forward_kernel, (rows * triton.cdiv(heads, tiles.heads),), *operands, **shape)
@@ -486,7 +482,7 @@ def sparse_mla_backward(
                 _backward_queries_kernel,
                 (count * triton.cdiv(heads, query_tiles.heads),),
                 *(ds, kv, index, length, dq, first),
-                **shape | {"SPAN": key_tiles.heads, "REST": _rest(width, query_tiles.chunk)} | _options(query_tiles),
+                **shape | {"SPAN": key_tiles.heads, "REST": cut(width, query_tiles.chunk)[1]} | _options(query_tiles),
                 STAGES=query_tiles.num_stages,
             )
             if not atomic:
@@ -498,8 +494,8 @@ def _terms(grad_out: Tensor, out: Tensor, sink: Tensor | None, lse: Tensor) -> t
     """(delta, denominator) [T, H] fp32, see `_terms_kernel`."""
     rows, heads, value_dim = out.shape
     delta, denominator = torch.empty_like(lse), torch.empty_like(lse)
-    chunk, lines = _chunk(value_dim, 512), 16
-    shape = {"H": heads, "V": value_dim, "LINES": lines, "CHUNK": chunk, "REST": _rest(value_dim, chunk)}
+    (chunk, rest), lines = cut(value_dim, 512), 16
+    shape = {"H": heads, "V": value_dim, "LINES": lines, "CHUNK": chunk, "REST": rest}
     operands = (grad_out, out, None if sink is None else sink.contiguous(), lse, delta, denominator, rows * heads)
     launch(_terms_kernel, (triton.cdiv(rows * heads, lines),), *operands, **shape)
     return delta, denominator
@@ -509,8 +505,8 @@ def _add_by_key(contributions: Tensor, index: Tensor, length: Tensor, dkv: Tenso
     """Add contributions [rows, blocks, K, C] to dkv [S, C], key by key."""
     slots, (keys, width) = index.shape[1], dkv.shape
     slot, offset = _invert(index, length, keys)
-    chunk = _chunk(width, 512)
-    shape = {"C": width, "K": slots, "BLOCKS": contributions.shape[1], "CHUNK": chunk, "REST": _rest(width, chunk)}
+    chunk, rest = cut(width, 512)
+    shape = {"C": width, "K": slots, "BLOCKS": contributions.shape[1], "CHUNK": chunk, "REST": rest}
     launch(_sum_kernel, (keys,), contributions, slot, offset, dkv, **shape, SLOTS=4, num_warps=2)
 
 
@@ -537,19 +533,19 @@ def _first_fitting(
 ) -> Tiles:
     """needed: elements that (heads, keys, stages) take in shared memory. The last of `tiles` where none fits."""
     if dtype == torch.float32:  # such products hold whole operands in registers: small tiles only
-        return Tiles(16, 16, _chunk(width, 64), 8 if width > 512 else 4, 1)
+        return Tiles(16, 16, cut(width, 64)[0], 8 if width > 512 else 4, 1)
     # Without Hopper's instructions the sums of 64 heads do not fit the registers; nor has such a GPU its shared memory.
     most = _head_rows(heads if shared > 200_000 else min(heads, 32))
     fitting = [cut for cut in tiles if cut[0] <= most and needed(*cut) * dtype.itemsize <= shared]
     block, keys, stages = fitting[0] if fitting else tiles[-1]
-    return Tiles(block, keys, _chunk(width, 512), 8 if block * width > 8192 else 4, stages)
+    return Tiles(block, keys, cut(width, 512)[0], 8 if block * width > 8192 else 4, stages)
 
 
 def backward_key_tiles(heads: int, width: int, dtype: torch.dtype, shared: int) -> Tiles:
     """The first of KEY_TILES that fits: a chunk of the keys, q and grad_out a stage. Up to 128 heads are one block."""
     if dtype == torch.float32:
-        return Tiles(16, 32, _chunk(width, 32), 4, 1)
-    chunk = _chunk(width, 64)
+        return Tiles(16, 32, cut(width, 32)[0], 4, 1)
+    chunk = cut(width, 64)[0]
     block = min(128, _head_rows(heads))
     fitting = [pair for pair in KEY_TILES if pair[1] * (pair[0] + 2 * block) * chunk * dtype.itemsize <= shared]
     keys, stages = fitting[0] if fitting else KEY_TILES[-1]
@@ -559,24 +555,6 @@ def backward_key_tiles(heads: int, width: int, dtype: torch.dtype, shared: int) 
 
 def _head_rows(heads: int) -> int:
     return max(16, triton.next_power_of_2(heads))
-
-
-def _chunk(width: int, widest: int) -> int:
-    """The largest power of two that `width` holds, between 16 and `widest`."""
-    return min(widest, max(16, 1 << (width.bit_length() - 1)))
-
-
-def _rest(width: int, chunk: int) -> int:
-    """What whole chunks leave of `width`, padded to a power of two: 512 + 64 costs no padding."""
-    rest = width % chunk
-    return max(16, triton.next_power_of_2(rest)) if rest else 0
-
-
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory that one block may use."""
-    if device.type != "cuda":
-        return SHARED_BYTES
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES)
 
 
 def _options(tiles: Tiles) -> dict[str, int]:
