@@ -1,4 +1,3 @@
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -17,17 +16,23 @@ def test_takes_runs_in_turn():
     assert "".join(calls) == "abc" + "a" + "abcab"  # warm, one to learn how long it takes, the timed ones
 
 
-def test_measures_milliseconds():
-    times = measure([lambda: time.sleep(0.004)], CPU, seconds=0.0, least=3)
-    assert 4.0 <= times.min <= times.median <= times.max
-    assert times.median < 100.0
+@pytest.fixture
+def sleep(monkeypatch):
+    """Let a clock go on by so many seconds, which nothing else does."""
+    now = [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return lambda seconds: now.append(now.pop() + seconds)
 
 
-def test_median_is_not_moved_by_one_slow_call():
-    waits = iter([0, 0, 0, 0, 0.05, 0, 0])
-    times = measure([lambda: time.sleep(next(waits))], CPU, seconds=0.0, least=5)
-    assert times.median < 20.0
-    assert times.max >= 50.0
+def test_measures_milliseconds(sleep):
+    times = measure([lambda: sleep(0.004)], CPU, seconds=0.0, least=3)
+    assert (times.min, times.median, times.max) == pytest.approx((4, 4, 4))
+
+
+def test_median_is_not_moved_by_one_slow_call(sleep):
+    waits = iter([0, 0, 1, 2, 50, 3, 4])
+    times = measure([lambda: sleep(1e-3 * next(waits))], CPU, seconds=0.0, least=5)
+    assert (times.min, times.median, times.max) == pytest.approx((1, 3, 50))
 
 
 @pytest.mark.parametrize(("seconds", "calls"), [(0.0, 2), (100.0, 7)])
