@@ -24,7 +24,8 @@ from dsattn.backends import (
     settings,
 )
 from dsattn.errors import BackendUnavailable
-from dsattn.ops import sparse_mla
+from dsattn.keys import Layout
+from dsattn.ops import indexer_kl, select_keys, sparse_mla
 from dsattn.selection import Selection
 
 GPU = Call(device="cuda", capability=90, dtype="bfloat16", heads=64, width=576, top_k=2048)
@@ -247,6 +248,24 @@ def test_a_call_that_cannot_go_backward_does_not_go_forward(monkeypatch: pytest.
     q, kv = torch.zeros(1, 1, 4), torch.zeros(1, 4)
     with pytest.raises(BackendUnavailable, match=r"sparse_mla.backward: picky needs fp64"):
         sparse_mla(q, kv, Selection.from_index(torch.tensor([[0]])), scale=1.0, value_dim=4)
+
+
+def test_fp64_beside_narrow_operands_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel multiplies it: `auto` must know."""
+    seen, operations = set(), ("select_keys", "indexer_kl.forward", "indexer_kl.backward")
+    for operation in operations:
+        spy = Row("reference", None, lambda call, name=operation: seen.add((name, call.dtype)) or [])
+        monkeypatch.setitem(TABLE, operation, (spy,))
+    q_i, k_i, q, kv = (torch.ones(shape).bfloat16() for shape in ((3, 2, 4), (3, 4), (3, 2, 6), (3, 6)))
+    q_i.requires_grad_()
+    keys, lse = Layout.causal(3).keys, torch.ones(3, 2)
+    for w, more, dtype in ((torch.ones(3, 2), lse, "bfloat16"), (torch.ones(3, 2).double(), lse.double(), "float64")):
+        select_keys(q_i, k_i, w, keys, 2)
+        indexer_kl(q_i, k_i, w.float(), q, kv, more, keys, scale=1.0).backward()
+        assert seen == {
+            (operation, dtype) for operation in ("select_keys", "indexer_kl.forward", "indexer_kl.backward")
+        }
+        seen.clear()
 
 
 def test_unknown_operation_is_our_mistake() -> None:

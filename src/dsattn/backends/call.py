@@ -31,14 +31,21 @@ class Call:
     precision: str = "bf16"
 
     @classmethod
-    def of(cls, operands: Tensor | tuple[Tensor, ...], num_keys: int, **rest: Any) -> "Call":
-        """The call with these operands, on one device: their dtypes meet in their promotion."""
+    def of(
+        cls, operands: Tensor | tuple[Tensor, ...], num_keys: int, *, beside: tuple[Tensor, ...] = (), **rest: Any
+    ) -> "Call":
+        """The call with these operands, on one device: their dtypes meet in their promotion.
+
+        beside: operands whose dtype is the kernels' own affair, unless it is fp64.
+        """
         operands = operands if isinstance(operands, tuple) else (operands,)
         operand, capability = operands[0], 0
         if operand.is_cuda:
             major, minor = torch.cuda.get_device_capability(operand.device)
             capability = 10 * major + minor
-        common = functools.reduce(torch.promote_types, (one.dtype for one in operands))
+        dtypes = [one.dtype for one in operands]
+        dtypes += [torch.float64 for one in beside if one.dtype == torch.float64]
+        common = functools.reduce(torch.promote_types, dtypes)
         dtype = str(common).removeprefix("torch.")
         device = operand.device.type
         return cls(device=device, capability=capability, dtype=dtype, size_class=size_class(num_keys), **rest)

@@ -115,25 +115,26 @@ def _index(selection: Selection | None) -> tuple[Tensor | None, Tensor | None]:
 Run = Callable[..., tuple[Tensor, ...]]
 
 
-def choose_forward(q_i: Tensor, k_i: Tensor, index: Tensor | None, deterministic: bool, backend: str) -> Run:
-    """Who serves the forward. A call that nobody can take backward fails here already."""
-    _choose("backward", q_i, k_i, index, deterministic, backend)
-    choice = _choose("forward", q_i, k_i, index, deterministic, backend)
+def choose_forward(operands: tuple[Tensor, ...], index: Tensor | None, deterministic: bool, backend: str) -> Run:
+    """Who serves the forward. A call that nobody can take backward fails here already. operands: q_i, k_i, others."""
+    _choose("backward", operands, index, deterministic, backend)
+    choice = _choose("forward", operands, index, deterministic, backend)
     return serve("indexer_kl.forward", choice, forward_reference)
 
 
-def choose_backward(q_i: Tensor, k_i: Tensor, index: Tensor | None, deterministic: bool, backend: str) -> Run:
-    """Who serves the backward."""
-    choice = _choose("backward", q_i, k_i, index, deterministic, backend)
+def choose_backward(operands: tuple[Tensor, ...], index: Tensor | None, deterministic: bool, backend: str) -> Run:
+    """Who serves the backward. operands: q_i, k_i, others."""
+    choice = _choose("backward", operands, index, deterministic, backend)
     return serve("indexer_kl.backward", choice, backward_reference, forward_reference)
 
 
 def _choose(
-    direction: str, q_i: Tensor, k_i: Tensor, index: Tensor | None, deterministic: bool, backend: str
+    direction: str, operands: tuple[Tensor, ...], index: Tensor | None, deterministic: bool, backend: str
 ) -> Choice:
+    q_i, k_i, *others = operands
     top_k = 0 if index is None else index.shape[1]
     rest = {"heads": q_i.shape[1], "width": q_i.shape[2], "top_k": top_k, "deterministic": deterministic}
-    return choose(f"indexer_kl.{direction}", Call.of((q_i, k_i), k_i.shape[0], **rest), backend)
+    return choose(f"indexer_kl.{direction}", Call.of((q_i, k_i), k_i.shape[0], beside=tuple(others), **rest), backend)
 
 
 @operator("indexer_kl")
@@ -156,7 +157,7 @@ def _forward(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    run = choose_forward(q_i, k_i, index, deterministic, backend)
+    run = choose_forward((q_i, k_i, w, q, kv, lse), index, deterministic, backend)
     keys = KeyRange(start, stop)
     loss, score_lse, mass, dscore = run(
         *(q_i, k_i, w, q, kv, lse, index, length, keys, real, divisor, scale, relu, group, None)
@@ -195,7 +196,7 @@ def _backward(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run = choose_backward(q_i, k_i, index, deterministic, backend)
+    run = choose_backward((q_i, k_i, w, q, kv, lse), index, deterministic, backend)
     keys, row_scale = KeyRange(start, stop), torch.where(real, grad / divisor, 0.0)
     operands = (q_i, k_i, w, q, kv, lse, index, length, keys, real)
     dq, dk, dw = run(row_scale, *operands, score_lse, mass, dscore, scale, relu, group, deterministic)

@@ -115,7 +115,7 @@ def _forward(
     attend = attention_forward(q, kv, index, value_dim, deterministic, part)  # refuses what has no backward
     if choice.function is not None:
         attend = serve("dsa_attention.forward", choice, shares_reference)
-    distill = kl_forward(q_i, k_i, index, deterministic, _of_part("indexer_kl", backend))
+    distill = kl_forward((q_i, k_i, w, q, kv), index, deterministic, _of_part("indexer_kl", backend))
     out, lse, *shares = attend(q, kv, index, length, sink, scale, value_dim)
     rows = (index, length, KeyRange(start, stop), real, divisor)
     kl, *saved = distill(q_i, k_i, w, q, kv, lse, *rows, scale, relu, group, shares[0] if shares else None)
@@ -223,7 +223,7 @@ def backward_composed(
     out, lse, *of_loss = saved
     scale, kl_weight, relu, group, deterministic, backend = flags
     attend = attention_backward(q, kv, index, out.shape[-1], deterministic, _of_part("sparse_mla", backend))
-    distill = kl_backward(q_i, k_i, index, deterministic, _of_part("indexer_kl", backend))
+    distill = kl_backward((q_i, k_i, w, q, kv), index, deterministic, _of_part("indexer_kl", backend))
     dq, dkv = attend(grad_out, q, kv, index, length, sink, out, lse, scale, deterministic)
     row_scale, keys = torch.where(real, grad_kl * kl_weight / divisor, 0.0), KeyRange(start, stop)
     target = (q, kv, lse, index, length, keys, real, *of_loss)

@@ -54,7 +54,7 @@ def test_auto_prefers_it(size_class: str, precision: str, monkeypatch: pytest.Mo
 
 
 def test_refuses_other_dtypes() -> None:
-    """Dispatch sees what q and k promote to, and nothing of w."""
+    """Dispatch sees what q and k promote to, and of w whether it is fp64."""
     from dsattn.backends.hopper.select import select_keys
 
     q, k, w = torch.zeros(2, 8, 64).bfloat16(), torch.zeros(3, 64).bfloat16(), torch.zeros(2, 8)

@@ -58,8 +58,7 @@ def select_keys(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(index [T, K], length [T], score [T, K] or [T, 0]): the arguments of `low_precision_reference`.
 
-    Raises BackendUnavailable where an operand is fp64, and in bf16 where q or k is anything else, which dispatch cannot
-    see.
+    Raises BackendUnavailable where an operand is fp64, and in bf16 where q or k is anything else.
     """
     wrong = {q.dtype, k.dtype} != {torch.bfloat16} if precision == "bf16" else torch.float64 in (q.dtype, k.dtype)
     if wrong or w.dtype == torch.float64:

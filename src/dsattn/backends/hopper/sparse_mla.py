@@ -55,7 +55,7 @@ def sparse_mla_forward(
     """(out [T, H, V] in bf16, lse [T, H] fp32) as `dsattn.ops.sparse_mla` promises them.
 
     q: [T, H, C], kv: [S, C], bf16, C of 512 or 576; value_dim: 512. Online softmax over tiles of 64 gathered keys, fp32
-    sums; rows stop at `length`. Raises BackendUnavailable where kv is not bf16, which dispatch cannot see in q.
+    sums; rows stop at `length`. Raises BackendUnavailable where q or kv is not bf16.
     """
     rows, heads, _ = q.shape
     out = q.new_empty(rows, heads, value_dim)

@@ -79,7 +79,7 @@ def select_keys(
     """(index [T, K], length [T], score [T, K] or [T, 0]): the arguments of `low_precision_reference`.
 
     A block of at least one row is scored at once, over all keys: 4 bytes a key are the least `block_bytes` can mean.
-    Raises BackendUnavailable where k or w is fp64, which dispatch cannot see in q.
+    Raises BackendUnavailable where an operand is fp64.
     """
     if torch.float64 in (q.dtype, k.dtype, w.dtype):
         raise BackendUnavailable("select_keys: fp64 operands need backend='reference'; cast q, k and w alike")
