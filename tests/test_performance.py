@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import xml.etree.ElementTree as xml
 from pathlib import Path
 
@@ -49,6 +50,14 @@ def test_the_readmes_figures_are_those_of_the_records(script):
     assert written == script("readme").rewritten(written), "run: python results/readme.py"
     stale = written.replace("| dsattn (", "| dsattn, 1 (")
     assert script("readme").rewritten(stale) == written != stale
+
+
+def test_the_list_of_records_tells_which_are_missing() -> None:
+    rows = re.findall(r"^\| (\S.*?) \| (.*?) \|", (ROOT / "results" / "README.md").read_text(), re.MULTILINE)[2:]
+    files = {name: told for names, told in rows for name in names.split(", ")}
+    assert "kernels.jsonl" in files
+    for name, told in files.items():
+        assert (ROOT / "results" / name).exists() != ("no record yet" in told), name
 
 
 def test_the_layers_picture_is_drawn_from_the_records(script):

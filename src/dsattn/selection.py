@@ -81,7 +81,10 @@ class Selection:
         return self.index.shape[1]
 
     def with_inverse(self, num_keys: int) -> "Selection":
-        """The same Selection carrying its key-to-slots index, made once and shared by all who need it."""
+        """The same Selection carrying its key-to-slots index, made once and shared by all who need it.
+
+        For sums of your own: our operations do not take it, their deterministic backwards invert run after run of rows.
+        """
         if self.inverse is not None and self.inverse.offset.shape[0] == num_keys + 1:
             return self
         return replace(self, inverse=invert(self.index, num_keys))
