@@ -1,4 +1,6 @@
 import json
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -75,13 +77,27 @@ def test_missing_files_are_named(tmp_path):
         records.read([tmp_path / "none"])
 
 
-def test_git_says_commit_and_dirt(monkeypatch):
-    answers = {"rev-parse": "123", "status": " M x"}
-    monkeypatch.setattr(records, "_output", lambda command: answers[command[1]])
-    machine = Machine.here(torch.device("cpu"))
-    assert (machine.commit, machine.dirty) == ("123", True)
-    answers["status"] = ""
-    assert Machine.here(torch.device("cpu")).dirty is False
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_git_says_commit_and_dirt(tmp_path, monkeypatch):
+    """Of the checkout that the code is in, wherever it is called; an installed package may lie in another's."""
+    code = tmp_path / "ours" / "code.py"
+    code.parent.mkdir()
+    code.write_text("1")
+
+    def git(*arguments: str) -> bytes:
+        names = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
+        return subprocess.run(["git", *names, *arguments], cwd=code.parent, check=True, capture_output=True).stdout
+
+    git("init")
+    git("commit", "--allow-empty", "-m", "x")
+    monkeypatch.chdir(tmp_path)
+    assert records._checkout(code) == (None, None)
+    git("add", "code.py")
+    git("commit", "-m", "y")
+    commit = git("rev-parse", "HEAD").decode().strip()
+    assert records._checkout(code) == (commit, False)
+    code.write_text("2")
+    assert records._checkout(code) == (commit, True)
 
 
 def test_without_git_nothing_is_claimed(monkeypatch):

@@ -45,9 +45,7 @@ class Machine:
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         found = {name: version for name in PACKAGES if (version := _version(name))}
         if commit is None:
-            commit = _output(["git", "rev-parse", "HEAD"])
-            changed = _output(["git", "status", "--porcelain", "--untracked-files=no"])
-            dirty = None if changed is None else bool(changed)
+            commit, dirty = _checkout(Path(__file__))
         return cls(
             gpu=gpu,
             driver=_driver() if gpu else None,
@@ -122,6 +120,18 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         except (ValueError, KeyError, TypeError, AssertionError) as error:
             raise DataError(f"{path}: line {number} is no record of a benchmark; remove it to read the rest") from error
         yield record
+
+
+def _checkout(file: Path) -> tuple[str | None, bool | None]:
+    """Commit of the repository that holds a file, and whether it is dirty; (None, None) where git keeps no such file.
+
+    Not of the working directory's: a run may start anywhere, and an installed package lies in others' repositories.
+    """
+    git = ["git", "-C", str(file.parent)]
+    if not _output([*git, "ls-files", file.name]):
+        return None, None
+    commit, changed = _output([*git, "rev-parse", "HEAD"]), _output([*git, "status", "--porcelain", "-uno"])
+    return commit, None if changed is None else bool(changed)
 
 
 def _version(package: str) -> str | None:
