@@ -26,5 +26,5 @@ def test_the_dtypes_of_a_call_meet_above() -> None:
     assert Call.of((half, half), 9).dtype == "bfloat16"
     assert Call.of((half, single), 9).dtype == "float32"
     assert Call.of((half, half.half()), 9).dtype == "float32"
-    assert Call.of(half, 9, beside=(single, single.half())).dtype == "bfloat16"
-    assert Call.of(half, 9, beside=(single, single.double())).dtype == "float64"
+    assert Call.of(half, 9, (single, single.half())).dtype == "bfloat16"
+    assert Call.of(half, 9, (single, single.double())).dtype == "float64"

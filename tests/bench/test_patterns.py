@@ -94,6 +94,12 @@ def test_saved_patterns_come_back(tmp_path):
 def test_load_refuses_other_files(tmp_path):
     (tmp_path / "x.npz").write_text("no")
     np.savez(tmp_path / "y.npz", density=np.ones(BINS))
-    for name in ("x.npz", "y.npz", "missing.npz"):
+    for name, density in (("short.npz", np.ones(3)), ("nan.npz", np.full(BINS, np.nan))):
+        np.savez(tmp_path / name, density=density, stay=1.0, rows=0, source="")
+    UNIFORM.save(tmp_path / "whole.npz")
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "whole.npz").read_bytes()[:200])
+    (tmp_path / "empty.npz").touch()
+    np.save(tmp_path / "one.npy", np.ones(BINS))
+    for name in ("x.npz", "y.npz", "short.npz", "nan.npz", "cut.npz", "empty.npz", "one.npy", "missing.npz"):
         with pytest.raises(InputError, match="holds no recorded selection"):
             Pattern.load(tmp_path / name)

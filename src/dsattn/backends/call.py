@@ -32,7 +32,7 @@ class Call:
 
     @classmethod
     def of(
-        cls, operands: Tensor | tuple[Tensor, ...], num_keys: int, *, beside: tuple[Tensor, ...] = (), **rest: Any
+        cls, operands: Tensor | tuple[Tensor, ...], num_keys: int, beside: tuple[Tensor, ...] = (), /, **rest: Any
     ) -> "Call":
         """The call with these operands, on one device: their dtypes meet in their promotion.
 

@@ -6,6 +6,7 @@ rows, keys and slots. `uniform` is the worst case for caches; a recorded pattern
 Letters: T query rows, S keys, K kept keys, B bins.
 """
 
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +47,11 @@ class Pattern:
     def load(cls, path: Path) -> "Pattern":
         """Read what `save` wrote. Raises InputError where there is no such pattern."""
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 density, stay, rows, source = (stored[name] for name in _FIELDS)
-        except (OSError, ValueError, KeyError) as error:
+            if density.shape != (BINS,) or not (np.isfinite(density).all() and density.min() >= 0 and stay >= 1):
+                raise ValueError(f"its density is not {BINS} shares, or its stay less than 1")
+        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
             raise InputError(
                 f"pattern={str(path)!r} holds no recorded selection ({error}); make one with `dsattn bench record RUN`"
             ) from error

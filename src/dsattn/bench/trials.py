@@ -109,9 +109,8 @@ def attention_trial(op: str, direction: Direction, setting: Setting) -> Trial:
     def check() -> Error:
         return attention_error(lambda given: attend(op, setting, given), direction, setting, sets[0])
 
-    top_k = shape["K"] if selects else 0
-    rest = {"heads": shape["H"], "width": shape["C"], "value_width": shape["V"], "deterministic": setting.deterministic}
-    call = Call.of(sets[0].take("q")[0], setting.keys, **rest, **({"top_k": top_k} if selects else {}))
+    rest = {"heads": shape["H"], "width": shape["C"], "value_width": shape["V"], "top_k": shape["K"]}
+    call = Call.of(sets[0].take("q")[0], setting.keys, deterministic=setting.deterministic, **rest)
     read = [sets[0].q, sets[0].k, sets[0].v, None if selection is None else selection.index]
     return Trial(
         op=f"{op}.{direction}",

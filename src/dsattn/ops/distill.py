@@ -134,7 +134,7 @@ def _choose(
     q_i, k_i, *others = operands
     top_k = 0 if index is None else index.shape[1]
     rest = {"heads": q_i.shape[1], "width": q_i.shape[2], "top_k": top_k, "deterministic": deterministic}
-    return choose(f"indexer_kl.{direction}", Call.of((q_i, k_i), k_i.shape[0], beside=tuple(others), **rest), backend)
+    return choose(f"indexer_kl.{direction}", Call.of((q_i, k_i), k_i.shape[0], tuple(others), **rest), backend)
 
 
 @operator("indexer_kl")

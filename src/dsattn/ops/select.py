@@ -119,7 +119,7 @@ def _select(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rest = {"heads": q.shape[1], "width": q.shape[2], "top_k": top_k, "precision": precision}
-    choice = choose("select_keys", Call.of((q, k), k.shape[0], beside=(w,), **rest), backend)
+    choice = choose("select_keys", Call.of((q, k), k.shape[0], (w,), **rest), backend)
     if precision == "bf16":
         run = serve("select_keys", choice, select_reference)
         return run(q, k, w, start, stop, top_k, relu, return_scores, block_bytes)
