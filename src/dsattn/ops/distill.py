@@ -20,6 +20,7 @@ from dsattn.ops.distill_reference import backward_reference, forward_reference
 from dsattn.ops.first_use import serve
 from dsattn.ops.indexer import check_indexer, wide_dtype
 from dsattn.ops.operator import operator
+from dsattn.ops.sparse_mla import check_floating
 from dsattn.selection import Selection
 
 
@@ -78,10 +79,11 @@ def check_kl(
         raise InputError(
             f"kv must be {wanted} to meet k_i {list(k_i.shape)} and q {list(q.shape)}, got {list(kv.shape)}"
         )
-    if kv.dim() == 3 and q.shape[1] % kv.shape[1]:
+    if kv.dim() == 3 and (kv.shape[1] == 0 or q.shape[1] % kv.shape[1]):
         raise InputError(f"q has {q.shape[1]} heads, not a multiple of the {kv.shape[1]} groups of kv")
     if lse.shape != q.shape[:2]:
         raise InputError(f"lse must be {list(q.shape[:2])}, got {list(lse.shape)}")
+    check_floating(q=q, kv=kv, lse=lse)
     if selection is not None and selection.num_rows != q.shape[0]:
         raise InputError(f"selection has {selection.num_rows} rows, q has {q.shape[0]}")
 
