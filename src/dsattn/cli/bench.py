@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -103,6 +103,7 @@ def run(arguments: list[str]) -> int:
     if arguments and arguments[0] == "select":
         return recall.run(arguments[1:])
     options = parse(Options, arguments, prog="dsattn bench")
+    options = replace(options, device=str(pick_device(options.device)))
     names, machine = _names(options.op), None
     print(_line(["operation", "keys", "operands", "backend", "ms", "TFLOP/s", "GB/s", "memory", "error"]), flush=True)
     refused = 0
@@ -128,7 +129,7 @@ def _names(op: str) -> list[str]:
 
 
 def _plan(names: list[str], options: Options) -> Iterator[tuple[str, Setting]]:
-    device = pick_device(options.device)
+    device = torch.device(options.device)
     gpu = device.type == "cuda"
     if device.index is not None:
         torch.cuda.set_device(device)
