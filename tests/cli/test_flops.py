@@ -88,6 +88,7 @@ def test_tables(name, capsys):
         ([], "no recipe given"),
         (["tiney"], "did you mean tiny?"),
         (["tiny", "--documents", "0"], "--documents 0 must be between 1"),
+        (["tiny", "--tokens", "-1"], "--tokens -1 must be at least 1"),
         (["tiny", "--tokens", "3", "--documents", "4"], "--documents 4 must be between 1 and --tokens 3"),
         (["tiny", "--mode", "fast"], "fast"),
         (["tiny", "--lengths", "3", "-1"], "--lengths"),

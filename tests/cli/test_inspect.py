@@ -74,8 +74,8 @@ def test_text_shorter_than_a_pack_is_said(run_dir, tmp_path, capsys):
     [
         ([], 2, "RUN"),
         (["nowhere"], 1, "'nowhere' holds no checkpoint"),
-        (["RUN", "--packs", "0"], 2, "--packs 0 is too small"),
-        (["RUN", "--pack-tokens", "1"], 2, "--pack-tokens 1 is too small"),
+        (["RUN", "--packs", "0"], 2, "--packs 0 must be at least 1"),
+        (["RUN", "--pack-tokens", "1"], 2, "--pack-tokens 1 must be at least 2"),
         (["RUN", "--text", "no/such/file"], 1, "no/such/file"),
         (["RUN", "--device", "abacus"], 1, "abacus"),
     ],

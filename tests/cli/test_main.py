@@ -60,6 +60,15 @@ def test_our_errors_are_one_message_without_traceback(stand_in, capsys):
     assert capsys.readouterr().err == "dsattn: no text in ['x']\n"
 
 
+def test_a_file_that_cannot_be_read_or_written_is_one_message(stand_in, tmp_path, capsys):
+    stand_in(lambda arguments: (tmp_path / "absent/plot.svg").write_bytes(b""))
+    assert main(["report"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("dsattn: ")
+    assert "No such file or directory" in error
+    assert "absent/plot.svg" in error
+
+
 def test_other_errors_keep_their_traceback(stand_in):
     def run(arguments):
         raise ZeroDivisionError

@@ -1,7 +1,7 @@
 """`dsattn COMMAND`: finds the command's module, turns our own errors into one message and an exit code.
 
-Exit codes: 0 done, 1 an error that dsattn raised on purpose, 2 a wrong command line or configuration, 130 interrupted,
-141 nobody reads the output any more (as a shell says it).
+Exit codes: 0 done, 1 an error that dsattn raised on purpose or a file that cannot be read or written, 2 a wrong command
+line or configuration, 130 interrupted, 141 nobody reads the output any more (as a shell says it).
 Other exceptions keep their traceback: they are bugs.
 """
 
@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) went away; without this, Python complains once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:  # a path that was given, a full disk
+        print(f"dsattn: {error}", file=sys.stderr)
+        return 1
     except SystemExit as error:  # tyro's, after it has printed help or what is wrong
         return error.code if isinstance(error.code, int) else 0 if error.code is None else 2
 

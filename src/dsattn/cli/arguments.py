@@ -18,7 +18,7 @@ class UsageError(Exception):
 
 def pick(kind: str, given: str, names: Iterable[str], help_command: str) -> str:
     """`given`, which must be one of `names`. Raises UsageError with close matches and with every name."""
-    known = list(names)
+    known = list(dict.fromkeys(names))
     if given in known:
         return given
     if given.startswith("-"):

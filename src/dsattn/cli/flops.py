@@ -98,6 +98,8 @@ def _lengths(options: Options) -> list[int]:
                 f"--lengths {' '.join(map(str, options.lengths))} must be tokens of documents, one at least"
             )
         return list(options.lengths)
+    if options.tokens < 1:
+        raise UsageError(f"--tokens {options.tokens} must be at least 1")
     if not 1 <= options.documents <= options.tokens:
         raise UsageError(f"--documents {options.documents} must be between 1 and --tokens {options.tokens}")
     each, longer = divmod(options.tokens, options.documents)

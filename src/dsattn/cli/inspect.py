@@ -63,10 +63,9 @@ class Options:
 def run(arguments: list[str]) -> int:
     """Print the table, a line a layer."""
     options = parse(Options, arguments, prog="dsattn inspect")
-    for name in ("packs", "pack_tokens"):
-        value = getattr(options, name)
-        if value is not None and value < (2 if name == "pack_tokens" else 1):
-            raise UsageError(f"--{name.replace('_', '-')} {value} is too small")
+    for name, value, least in (("packs", options.packs, 1), ("pack-tokens", options.pack_tokens, 2)):
+        if value is not None and value < least:
+            raise UsageError(f"--{name} {value} must be at least {least}")
     from dsattn.training.metrics import indexer_health
     from dsattn.training.overlap import selection_overlap
     from dsattn.training.step import compute
@@ -79,16 +78,16 @@ def run(arguments: list[str]) -> int:
         health = indexer_health(model, packs)
         overlap = selection_overlap(model, packs, tolerance=options.share_tolerance)
     text = json.dumps(health.to_dict() | {"overlap": overlap.to_dict()}, indent=1, allow_nan=False)
-    if options.plots is not None:
-        _write_plots(options.plots, health, overlap)
     if options.json == Path("-"):
         print(text)
-        return 0
-    print(health_table(health))
-    print(f"\n{overlap_table(overlap)}")
-    if options.json is not None:
-        options.json.write_text(text + "\n")
-        print(f"written to {options.json}")
+    else:
+        print(health_table(health))
+        print(f"\n{overlap_table(overlap)}")
+        if options.json is not None:
+            options.json.write_text(text + "\n")
+            print(f"written to {options.json}")
+    if options.plots is not None:
+        _write_plots(options.plots, health, overlap)
     return 0
 
 
