@@ -224,6 +224,7 @@ BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
         for name in ("packs_per_micro_batch", "log_every", "eval_every", "eval_packs", "save_every", "keep_checkpoints")
     ],
     (TrainConfig, {"packs_per_step": 0}, "packs_per_step=0 must be at least 1"),
+    (TrainConfig, {"run_dir": ""}, "run_dir='' must name a folder"),
     (TrainConfig, {"packs_per_micro_batch": 3}, "packs_per_step=8 must be a multiple of packs_per_micro_batch=3"),
     (
         TrainConfig,
@@ -452,6 +453,12 @@ def test_rules_between_fields_stay_quiet_over_reported_ones() -> None:
     assert {"attention.heads=0", "attention.kv_heads=0", "attention.head_dim=0", "dsa.block_bytes=0"} <= {
         problem.split(" ")[0] for problem in problems
     }
+
+
+def test_a_batch_of_nothing_is_told_once() -> None:
+    with deferred_checks():
+        config = RunConfig(train=TrainConfig(packs_per_step=0))
+    assert list(config.all_problems()) == ["train.packs_per_step=0 must be at least 1"]
 
 
 def test_checks_are_deferred_inside_only() -> None:

@@ -826,6 +826,8 @@ class TrainConfig(Checked):
         if self.recompute == "none" and not self.recompute_reuse_selection:
             yield "recompute_reuse_selection=False needs recompute='selective' or 'full': nothing else selects twice"
         yield from self._one_of("resume", "auto", "never", "must")
+        if not self.run_dir:
+            yield "run_dir='' must name a folder"
         if not self.stages:
             yield "stages is empty; give at least one stage"
         for name, packs in self.batches.items():
@@ -934,9 +936,11 @@ class ParallelConfig(Checked):
                     f"dp_replicate * dp_shard = {self.batch_ranks} must divide train.{name}={packs}: "
                     "every rank takes as many packs"
                 )
-            elif micro > 0 and own % micro:
+            elif micro < 1:
+                continue  # told already
+            elif own % micro:
                 yield f"train.packs_per_micro_batch={micro} must divide the {own} packs of train.{name} on each rank"
-            elif (count := own // max(micro, 1)) < self.pp:
+            elif (count := own // micro) < self.pp:
                 yield (
                     f"pp={self.pp} needs as many micro-batches a step, but train.packs_per_micro_batch="
                     f"{train.packs_per_micro_batch} makes {count} of train.{name}={packs}; lower it"

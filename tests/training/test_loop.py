@@ -167,6 +167,25 @@ def test_a_finished_run_is_finished(tmp_path: Path, text: Path) -> None:
     again = train(config, console=False)
     assert again == first
     assert json.loads((tmp_path / "run/summary.json").read_text()) == again
+    longer = dataclasses.replace(STAGES[0], steps=5)
+    (stage,) = train(_config(tmp_path / "run", text, stages=(longer,)), console=False)["stages"]
+    assert stage["steps"] == 5
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_way_out(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"train\.run_dir='.*/file/run' cannot take the run: .*name a folder"):
+        train(_config(tmp_path / "file/run", text), console=False)
+
+    def full(run_dir: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loop, "write_report", full)
+    with pytest.raises(CheckpointError, match=r"cannot take summary and report: .*No space left.*free the disk"):
+        train(_config(tmp_path / "run", text, stages=STAGES[:1]), console=False)
+    assert checkpoint.latest(tmp_path / "run") == tmp_path / "run/checkpoints/step-00000004"
 
 
 def test_a_run_begins_from_weights_of_another(tmp_path: Path, text: Path) -> None:

@@ -106,12 +106,12 @@ def test_load_run_takes_a_run_or_one_checkpoint(tmp_path: Path) -> None:
 def test_resume_follows_the_setting(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert checkpoint_to_resume(_config(run_dir)) is None
-    with pytest.raises(InputError, match=r"train\.resume='must'.*holds no checkpoint"):
+    with pytest.raises(InputError, match=r"train\.resume='must'.*holds no checkpoint; name the folder of a run"):
         checkpoint_to_resume(_config(run_dir, resume="must"))
     _, saved = _saved(_config(run_dir))
     assert checkpoint_to_resume(_config(run_dir)) == saved
     assert checkpoint_to_resume(_config(run_dir, resume="must")) == saved
-    with pytest.raises(InputError, match=r"train\.resume='never'.*holds step-00000003"):
+    with pytest.raises(InputError, match=r"train\.resume='never'.*holds step-00000003; name another folder"):
         checkpoint_to_resume(_config(run_dir, resume="never"))
 
 
@@ -133,6 +133,15 @@ def test_another_run_in_the_folder_is_refused_by_name(tmp_path: Path) -> None:
         stages=(StageConfig(mode="dense", steps=4), StageConfig(mode="sparse", steps=9), StageConfig(mode="frozen")),
     )
     assert checkpoint_to_resume(longer) is not None
+
+
+def test_a_stage_cannot_become_shorter_than_it_was_trained(tmp_path: Path) -> None:
+    """Or the stages behind it would lose the steps that it did too many."""
+    _saved(_config(tmp_path))
+    sparse = StageConfig(mode="sparse", steps=4)
+    assert checkpoint_to_resume(_config(tmp_path, stages=(StageConfig(mode="dense", steps=3), sparse))) is not None
+    with pytest.raises(InputError, match=r"train\.stages\.0\.steps=2, but .* has done 3 of that stage; give at least"):
+        checkpoint_to_resume(_config(tmp_path, stages=(StageConfig(mode="dense", steps=2), sparse)))
 
 
 def test_weights_of_another_run(tmp_path: Path) -> None:

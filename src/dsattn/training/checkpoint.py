@@ -34,9 +34,20 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from dsattn.errors import CheckpointError, InputError
 from dsattn.training import consensus, manifest
 from dsattn.training.entries import Facts, as_json, differing, missing, slots_of
-from dsattn.training.folders import hidden, latest, list_checkpoints, prune, put_back, remove_leftovers
+from dsattn.training.folders import hidden, latest, list_checkpoints, prune, put_back, remove_leftovers, step_of
 
-__all__ = ["Saving", "begin_save", "contents", "latest", "list_checkpoints", "load", "load_meta", "save", "verify"]
+__all__ = [
+    "Saving",
+    "begin_save",
+    "contents",
+    "latest",
+    "list_checkpoints",
+    "load",
+    "load_meta",
+    "save",
+    "step_of",
+    "verify",
+]
 
 _FINISHERS = ThreadPoolExecutor(1, thread_name_prefix="dsattn-checkpoint")
 

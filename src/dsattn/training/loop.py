@@ -24,7 +24,7 @@ from dsattn.training.feed import Feed, held_out
 from dsattn.training.hardware import peak_tflops
 from dsattn.training.metrics import Health, MetricsWriter, NoMetrics
 from dsattn.training.report import Console, closing_table, write_report
-from dsattn.training.runs import checkpoint_to_resume, init_weights, load_run, pick_device, write_json
+from dsattn.training.runs import checkpoint_to_resume, init_weights, load_run, pick_device, write_json, writing
 from dsattn.training.stages import audit, learning_rate, learns, make_optimizer, set_mode
 from dsattn.training.step import Losses, accumulate_gradients
 from dsattn.training.tokenizers import load_tokenizer
@@ -38,8 +38,8 @@ def train(config: RunConfig, *, recipe: str | None = None, console: bool = True)
     Goes on from the newest checkpoint of `config.train.run_dir` where `resume` says so. SIGTERM or SIGINT saves and
     returns early with `finished` False. With many processes (`parallel.mesh.processes`) every one makes the same call:
     rank 0 prints and writes, and what one is asked or meets, all of them do. Raises TrainingStopped where a loss or
-    gradient is not finite, CheckpointError where a checkpoint cannot be written or read, DataError where text cannot be
-    read, InputError where the folder holds another run.
+    gradient is not finite, CheckpointError where the folder cannot be written or a checkpoint cannot be read, DataError
+    where text cannot be read, InputError where the folder holds another run.
     """
     return Trainer(config, recipe=recipe, console=console).run()
 
@@ -115,8 +115,9 @@ class Trainer:
         return summary
 
     def _open_folder(self) -> None:
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        write_json(self.run_dir / "config.json", self.config)
+        with writing(self.run_dir, "the run"):
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            write_json(self.run_dir / "config.json", self.config)
 
     def _announce(self) -> None:
         self.parameters = self.parallel.count_parameters()
@@ -215,7 +216,8 @@ class Trainer:
         self.metrics.write({**head, "lm_loss": loss, "health": measured, "seconds": self.progress.seconds})
         if done:
             entry = {"mode": stage.mode, "steps": stage.steps, "held_out_loss": loss, "health": measured}
-            self.progress.stages.append({**entry, "seconds": self.progress.seconds})
+            before = self.progress.stages[:index]  # without this stage itself, which a resumed run may have made longer
+            self.progress.stages = [*before, {**entry, "seconds": self.progress.seconds}]
 
     def _save(self, index: int) -> None:
         tree = {
@@ -284,6 +286,7 @@ class Trainer:
             "metrics": str(self.run_dir / "metrics.jsonl"),
             "finished": self.progress.step >= self.total_steps,
         }
-        write_json(self.run_dir / "summary.json", summary)
-        write_report(self.run_dir)
+        with writing(self.run_dir, "summary and report"):
+            write_json(self.run_dir / "summary.json", summary)
+            write_report(self.run_dir)
         return summary

@@ -3,9 +3,11 @@
 run_dir/  config.json  metrics.jsonl  summary.json  report.html  tensorboard/  checkpoints/step-00000100/
 """
 
+import contextlib
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +66,21 @@ def checkpoint_to_resume(config: RunConfig) -> Path | None:
     """The checkpoint that `train.resume` asks to go on from, or None for a new run.
 
     Raises InputError where the folder is used and must not be, empty and must not be, or holds another run: its model,
-    its data and the modes of the stages that it has entered must be this run's.
+    its data and the modes of the stages that it has entered must be this run's; or more steps of the last of these
+    than it now has.
     """
     run_dir, resume = Path(config.train.run_dir), config.train.resume
     newest = checkpoint.latest(run_dir)
     if resume == "never" and newest is not None:
-        raise InputError(f"train.resume='never', but train.run_dir={str(run_dir)!r} holds {newest.name}")
+        raise InputError(
+            f"train.resume='never', but train.run_dir={str(run_dir)!r} holds {newest.name}; name another folder, "
+            "or let 'auto' go on there"
+        )
     if resume == "must" and newest is None:
-        raise InputError(f"train.resume='must', but train.run_dir={str(run_dir)!r} holds no checkpoint")
+        raise InputError(
+            f"train.resume='must', but train.run_dir={str(run_dir)!r} holds no checkpoint; name the folder of a run, "
+            "or let 'auto' begin one"
+        )
     if newest is None:
         return None
     meta = checkpoint.load_meta(newest)
@@ -84,6 +93,13 @@ def checkpoint_to_resume(config: RunConfig) -> Path | None:
         raise InputError(
             f"train.run_dir={str(run_dir)!r} holds a run of another {' and another '.join(changed)}; "
             "choose another run_dir, or give the settings of that run"
+        )
+    steps = [stage.steps for stage in config.train.stages[:entered]]
+    done = checkpoint.step_of(newest) - sum(steps[:-1])
+    if steps[-1] < done:
+        raise InputError(
+            f"train.stages.{entered - 1}.steps={steps[-1]}, but train.run_dir={str(run_dir)!r} has done {done} of that "
+            "stage; give at least as many, or choose another run_dir"
         )
     return newest
 
@@ -141,6 +157,18 @@ def _needed(path: Path, name: str) -> Path:
     if newest is None:
         raise CheckpointError(f"{name}{str(path)!r} holds no checkpoint; give a run folder, or a step-... folder in it")
     return newest
+
+
+@contextlib.contextmanager
+def writing(run_dir: Path, what: str) -> Iterator[None]:
+    """Raise CheckpointError, with the way out, where the folder or the disk does not take `what`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"train.run_dir={str(run_dir)!r} cannot take {what}: {error}; free the disk or name a folder that can be "
+            "written, then give the same command"
+        ) from error
 
 
 def write_json(path: Path, tree: Any) -> None:
