@@ -28,6 +28,24 @@ def test_run_to_hugging_face_and_back(run_dir: Path, tmp_path: Path, capsys: pyt
     assert hashlib.sha256(one).digest() == hashlib.sha256(two).digest()
 
 
+@pytest.mark.parametrize("to", ["hf", "megatron", "dsattn"])
+def test_a_run_keeps_its_tokenizer_there_and_back(
+    run_dir: Path, text: Path, tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No folder of Hugging Face says `bytes`: config.json has to."""
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    assert main(["convert", str(run_dir), there, "--to", to]) == 0
+    assert main(["convert", there, back, "--to", "dsattn"]) == 0
+    assert load_run(Path(back), "cpu")[1].data.tokenizer == "bytes"
+    if to == "hf":
+        assert main(["inspect", there, "--text", str(text), "--packs", "1", "--json", "-"]) == 0
+        assert main(["convert", back, str(tmp_path / "like"), "--like", there]) == 0
+        assert json.loads((tmp_path / "like/config.json").read_text())["dsattn_tokenizer"] == "bytes"
+    capsys.readouterr()
+    assert main(["generate", back, "--prompt", "the quick", "--tokens", "2"]) == 0
+    assert capsys.readouterr().out.startswith("the quick")
+
+
 def test_a_run_trains_on_from_a_converted_checkpoint(run_dir: Path, text: Path, tmp_path: Path) -> None:
     hf, start, config = tmp_path / "hf", tmp_path / "start", tmp_path / "run"
     assert main(["convert", str(run_dir), str(hf)]) == 0
@@ -56,7 +74,7 @@ def test_a_dense_model_is_converted_warmed_up_and_trained(
         == 0
     )
     assert main(["train", "deepseek_v32", "--init", str(hf)]) == 1
-    words = f"""--init {dsa} --train.run-dir {run} --data.tokenizer bytes --data.source {text} --data.held-out 0.3
+    words = f"""--init {dsa} --train.run-dir {run} --data.source {text} --data.held-out 0.3
         --data.pack-tokens 64 --train.eval-packs 4 --train.dtype float32 --train.device cpu --train.packs-per-step 2
         --train.stages.0.packs-per-step 2 --train.stages.0.steps 30 --train.stages.0.lr 1e-2
         --train.stages.1.packs-per-step 4 --train.stages.1.steps 4 --train.stages.1.lr 1e-3"""

@@ -186,6 +186,12 @@ def test_dense_family_keeps_its_weights(family: str, tmp_path: Path) -> None:
     (only,) = checkpoint.list_checkpoints(tmp_path / "run")
     assert checkpoint.load_meta(only)["indexer_steps"] == 0
 
+    own = tmp_path / "run/tokenizer"
+    assert load_run(tmp_path / "run", "cpu")[1].data.tokenizer == str(own)
+    convert(tmp_path / "run", tmp_path / "copy")
+    assert load_run(tmp_path / "copy", "cpu")[1].data.tokenizer == str(tmp_path / "copy/tokenizer")
+    assert (tmp_path / "copy/tokenizer/tokenizer.json").read_bytes() == (own / "tokenizer.json").read_bytes()
+
     convert(hf, tmp_path / "dense", ConvertOptions(dense=True))
     convert(tmp_path / "dense", tmp_path / "back", ConvertOptions(to="hf", like=hf))
     assert_same_weights(load(tmp_path / "back"), model)

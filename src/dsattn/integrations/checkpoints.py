@@ -28,6 +28,7 @@ from dsattn.integrations.megatron_names import to_megatron_names
 from dsattn.integrations.sources import (
     INDEXER_STEPS,
     MEGATRON,
+    TOKENIZER,
     Format,
     Source,
     open_checkpoint,
@@ -124,7 +125,7 @@ def convert(source: Path, target: Path, options: ConvertOptions | None = None) -
 def load_model(path: Path, device: str = "auto") -> tuple[Decoder, RunConfig]:
     """The model (in eval mode) of a Hugging Face or Megatron folder, in float32, and a configuration to measure it by.
 
-    Its tokenizer is the folder's own; packs are four times as long as the keys that are kept.
+    Its tokenizer is the folder's own, or the one that it names; packs are four times as long as the keys that are kept.
     Raises CheckpointError where the folder is none or does not fit, InputError where its model is not expressed.
     """
     opened = open_checkpoint(path)
@@ -134,8 +135,9 @@ def load_model(path: Path, device: str = "auto") -> tuple[Decoder, RunConfig]:
     with torch.no_grad():
         for name, value in model.state_dict().items():
             value.copy_(opened.tensors[name].read())
-    data = DataConfig(tokenizer=str(path.resolve()), pack_tokens=4 * opened.config.dsa.indexer.top_k)
-    return model.eval(), dataclasses.replace(_run(opened, path), data=data)
+    run = _run(opened, path, opened.tokenizer)
+    data = dataclasses.replace(run.data, pack_tokens=4 * opened.config.dsa.indexer.top_k)
+    return model.eval(), dataclasses.replace(run, data=data)
 
 
 def _fresh(config: ModelConfig, held: Mapping[str, Stored], seed: int) -> Tensors:
@@ -168,12 +170,17 @@ def _write_folder(source: Source, target: Path, options: ConvertOptions, rounded
     most = _most(dtypes) if options.dtype is None else getattr(torch, options.dtype)
     if options.to == "megatron":
         named, file = to_megatron_names(source.tensors, source.config), MEGATRON
-        described = {"config": dataclasses.asdict(_run(source, target)), "indexer_steps": source.indexer_steps}
+        run = _run(source, target, source.tokenizer)
+        described = {"config": dataclasses.asdict(run), "indexer_steps": source.indexer_steps}
     else:
         named, file = to_hf_names(source.tensors, source.config), "config.json"
         described = to_hf(source.config, _same_family(fields, source.config), like=fields)
         described |= {"dtype": str(most).removeprefix("torch.")}
         described |= {INDEXER_STEPS: source.indexer_steps} if "dsa" in source.config.types else {}
+    tokenizer = _folder_of_tokenizer(source)
+    beside = options.like or (source.path if source.format == "hf" else tokenizer)
+    if options.like is None and tokenizer is None:
+        described[TOKENIZER] = source.tokenizer
     written: Tensors = {}
     for name, one in named.items():
         bias = name.endswith(("e_score_correction_bias", "expert_bias"))
@@ -184,7 +191,7 @@ def _write_folder(source: Source, target: Path, options: ConvertOptions, rounded
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write_safetensors(partial, written, options.shard_bytes, {"format": "pt"})
-    for other in _other_files(options.like or (source.path if source.format == "hf" else None)):
+    for other in _other_files(beside):
         shutil.copy2(other, partial / other.name)
     (partial / file).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     if target.exists():
@@ -193,21 +200,33 @@ def _write_folder(source: Source, target: Path, options: ConvertOptions, rounded
 
 
 def _write_run(source: Source, target: Path) -> None:
-    run = dataclasses.asdict(_run(source, target))
-    meta = {"config": run, "stage": 0, "indexer_steps": source.indexer_steps, "converted_from": str(source.path)}
+    folder, tokenizer = _folder_of_tokenizer(source), target / "tokenizer"
+    run = _run(source, target, source.tokenizer if folder is None else str(tokenizer.resolve()))
+    meta = {
+        "config": dataclasses.asdict(run),
+        "stage": 0,
+        "indexer_steps": source.indexer_steps,
+        "converted_from": str(source.path),
+    }
     lazy = {name: one.lazy() for name, one in source.tensors.items()}
     checkpoint.save(target, 0, {"model": lazy}, keep=1, meta=meta)
-    if source.format == "hf":
-        (target / "tokenizer").mkdir()
-        for file in (*_other_files(source.path), source.path / "config.json"):
-            shutil.copy2(file, target / "tokenizer" / file.name)
+    if folder is not None:
+        tokenizer.mkdir()
+        for file in (*_other_files(folder), *folder.glob("config.json")):
+            shutil.copy2(file, tokenizer / file.name)
 
 
-def _run(source: Source, target: Path) -> RunConfig:
+def _folder_of_tokenizer(source: Source) -> Path | None:
+    """The folder whose files the tokenizer is; None where it is `bytes`, or a name on the Hub."""
+    folder = Path(source.tokenizer)
+    return folder if source.tokenizer != "bytes" and folder.is_dir() else None
+
+
+def _run(source: Source, target: Path, tokenizer: str) -> RunConfig:
     mode = "sparse" if "dsa" in source.config.types else "dense"
     return RunConfig(
         model=source.config,
-        data=DataConfig(tokenizer=str((target / "tokenizer").resolve())),
+        data=DataConfig(tokenizer=tokenizer),
         train=TrainConfig(stages=(StageConfig(mode=mode),), run_dir=str(target)),
     )
 

@@ -66,7 +66,7 @@ _SAYS_NOTHING = {
     # bookkeeping and generation
     *("auto_map", "_attn_implementation", "torch_dtype", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id"),
     *("max_position_embeddings", "attention_dropout", "output_router_logits", "pretraining_tp", "ep_size", "seq_aux"),
-    *("aux_loss_alpha", "router_aux_loss_coef", "dsattn_indexer_steps"),
+    *("aux_loss_alpha", "router_aux_loss_coef", "dsattn_indexer_steps", "dsattn_tokenizer"),
     # said again by other fields, or derived from them
     *("qk_head_dim", "num_local_experts", "num_experts", "num_mtp_layers", "use_sliding_window", "max_window_layers"),
     *("rope_theta", "rope_scaling"),
@@ -130,6 +130,7 @@ def is_block_fp8(quantization: Any) -> bool:
 def bookkeeping(fields: Mapping[str, Any]) -> Fields:
     """Those of `fields` that change no number and may be carried over to another config: tokens, lengths, names."""
     kept = ("pad_token_id", "bos_token_id", "eos_token_id", "max_position_embeddings", "use_cache", "id2label")
+    kept += ("dsattn_tokenizer",)
     return {name: fields[name] for name in kept if name in fields}
 
 

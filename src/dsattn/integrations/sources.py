@@ -28,6 +28,8 @@ MEGATRON = "dsattn.json"
 """Beside weights with Megatron's names: the configuration, which they do not hold."""
 INDEXER_STEPS = "dsattn_indexer_steps"
 """Field of a config.json: steps in which the indexers learned."""
+TOKENIZER = "dsattn_tokenizer"
+"""Field of a config.json or dsattn.json: the run's `data.tokenizer`, where the folder holds no tokenizer of its own."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Source:
     """A checkpoint that was opened, none of its tensors read yet.
 
     tensors: under the names of `Decoder(config)`. indexer_steps: those in which its indexers learned; 1 for a model
-    from elsewhere, which does not say. fields: its config.json, and dtypes: those of its tensors by Hugging Face name,
-    where it is such a checkpoint. notes: what its reader should know.
+    from elsewhere, which does not say. tokenizer: as in `data.tokenizer`. fields: its config.json, and dtypes: those of
+    its tensors by Hugging Face name, where it is such a checkpoint. notes: what its reader should know.
     """
 
     path: Path
@@ -44,6 +46,7 @@ class Source:
     config: ModelConfig
     tensors: Tensors
     indexer_steps: int
+    tokenizer: str
     notes: tuple[str, ...] = ()
     fields: dict[str, Any] | None = None
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
@@ -69,14 +72,17 @@ def open_checkpoint(path: Path, *, latent_norm_eps: float | None = None) -> Sour
     kind = format_of(path)
     if kind == "dsattn":
         tensors, meta = open_run(path)
-        config = config_from_dict(meta["config"]).model
+        run = config_from_dict(meta["config"])
+        config = run.model
         if shapes(config) != {name: one.shape for name, one in tensors.items()}:
             raise CheckpointError(f"checkpoint {path} does not hold the weights of its own configuration")
-        return Source(path, kind, config, tensors, meta["indexer_steps"])
+        return Source(path, kind, config, tensors, meta["indexer_steps"], run.data.tokenizer)
+    own_tokenizer = str(path.resolve())
     if kind == "megatron":
         meta = json.loads((path / MEGATRON).read_text(encoding="utf-8"))
         config = config_from_dict(meta["config"]).model
-        return Source(path, kind, config, from_megatron_names(open_safetensors(path), config), meta["indexer_steps"])
+        tensors, tokenizer = from_megatron_names(open_safetensors(path), config), meta.get(TOKENIZER, own_tokenizer)
+        return Source(path, kind, config, tensors, meta["indexer_steps"], tokenizer)
     fields = read_config(path)
     config = from_hf(fields, latent_norm_eps=latent_norm_eps)
     raw = open_hf_weights(path)
@@ -86,7 +92,8 @@ def open_checkpoint(path: Path, *, latent_norm_eps: float | None = None) -> Sour
         config = dataclasses.replace(config, mtp=MTPConfig())
     steps = fields.get(INDEXER_STEPS, 1) if "dsa" in config.types else 0
     dtypes = {name: one.dtype for name, one in raw.items()}
-    return Source(path, "hf", config, from_hf_names(raw, config), steps, notes, fields, dtypes)
+    tensors, tokenizer = from_hf_names(raw, config), fields.get(TOKENIZER, own_tokenizer)
+    return Source(path, kind, config, tensors, steps, tokenizer, notes, fields, dtypes)
 
 
 def open_hf_weights(path: Path) -> Tensors:
