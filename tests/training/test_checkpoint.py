@@ -156,6 +156,13 @@ def test_no_intact_checkpoint_is_said(tmp_path: Path) -> None:
         checkpoint.load_meta(tmp_path / "nowhere")
 
 
+def test_a_damaged_manifest_has_a_way_out_too(tmp_path: Path) -> None:
+    intact, newest = save(tmp_path, 1), save(tmp_path, 2)
+    (newest / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match=rf"{newest} is damaged: .*truncated.*intact checkpoint is {intact}"):
+        checkpoint.load_meta(newest)
+
+
 def test_mismatches_are_listed_together(tmp_path: Path) -> None:
     given = {"a": torch.ones(2), "b": {"c": torch.ones(2, 3), "d": torch.ones(1)}, "e": 1, "f": torch.ones(1)}
     path = checkpoint.save(tmp_path, 0, given, keep=1)

@@ -159,11 +159,21 @@ def test_a_run_that_stopped_early_says_so_and_a_missing_series_gives_a_sentence(
     assert found.text.count("this run has measured nothing of it") == 7
 
 
-def test_an_empty_folder_is_reported_and_an_absent_one_is_not(tmp_path):
-    assert "has not finished" in page(tmp_path).text
+def test_a_run_without_a_step_is_reported_and_what_is_no_run_is_not(tmp_path):
+    with pytest.raises(InputError, match=r"holds no metrics\.jsonl, .*give the folder of a run"):
+        write_report(tmp_path)
     with pytest.raises(InputError, match="no folder"):
         write_report(tmp_path / "absent")
-    assert not (tmp_path / "absent").exists()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "config.json").write_text('{"data": {}}')
+    assert "has not finished" in page(tmp_path).text
+
+
+def test_a_summary_without_its_fields_is_named(tmp_path):
+    make_run(tmp_path)
+    (tmp_path / "summary.json").write_text('{"stages": []}')
+    with pytest.raises(DataError, match=r"summary\.json is damaged: it has no finished, seconds"):
+        write_report(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["summary.json", "config.json", "metrics.jsonl"])

@@ -34,20 +34,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from dsattn.errors import CheckpointError, InputError
 from dsattn.training import consensus, manifest
 from dsattn.training.entries import Facts, as_json, differing, missing, slots_of
-from dsattn.training.folders import hidden, latest, list_checkpoints, prune, put_back, remove_leftovers, step_of
+from dsattn.training.folders import hidden, latest, list_checkpoints, prune, put_back, remove_leftovers
 
-__all__ = [
-    "Saving",
-    "begin_save",
-    "contents",
-    "latest",
-    "list_checkpoints",
-    "load",
-    "load_meta",
-    "save",
-    "step_of",
-    "verify",
-]
+__all__ = ["Saving", "begin_save", "contents", "latest", "list_checkpoints", "load", "load_meta", "save", "verify"]
 
 _FINISHERS = ThreadPoolExecutor(1, thread_name_prefix="dsattn-checkpoint")
 
@@ -184,6 +173,11 @@ def verify(path: Path) -> dict[str, Any]:
     problems = list(dict.fromkeys(problem for part in found for problem in part))
     if not problems:
         return manifest.read(path)
+    raise _damaged(path, problems)
+
+
+def _damaged(path: Path, problems: list[str]) -> CheckpointError:
+    """What is wrong with a checkpoint, and the newest other intact one."""
     others = [other for other in list_checkpoints(path.parent.parent) if other.name != path.name]
     intact = next((other for other in reversed(others) if not manifest.damage(other)), None)
     way_out = (
@@ -191,12 +185,16 @@ def verify(path: Path) -> dict[str, Any]:
         if intact
         else f"{path.parent} holds no other intact checkpoint"
     )
-    raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems)}; {way_out}")
+    return CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems)}; {way_out}")
 
 
 def load_meta(path: Path) -> dict[str, Any]:
-    """The `meta` given to `save`. Checks the manifest alone: CheckpointError where it is missing or altered."""
-    return manifest.read(Path(path))["meta"]
+    """The `meta` given to `save`. Checks the manifest alone; raises as `verify` where it is missing or altered."""
+    path = Path(path)
+    try:
+        return manifest.read(path)["meta"]
+    except CheckpointError as error:
+        raise _damaged(path, [str(error)]) from error
 
 
 def contents(path: Path) -> dict[str, Facts]:

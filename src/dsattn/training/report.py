@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dsattn.errors import DataError
+from dsattn.errors import DataError, InputError
 from dsattn.training import plots
 from dsattn.training.metrics import Events, Health, last_health, read_metrics, stages_of
 
@@ -54,6 +54,7 @@ _PLOTS: tuple[tuple[str, str, Callable[[Events], plots.Picture | None]], ...] = 
     ("Speed", "Tokens of the optimiser's steps over their wall-clock time, evaluations left out.", plots.speed),
 )
 
+_SUMMARY = ("stages", "finished", "seconds", "tokens", "parameters", "device", "report", "checkpoint")
 _COLUMNS = ("recall", "random", "recency", "oracle", "worst_head", "top1", "kl", "kl_uniform", "captured")
 
 _PAGE = Template("""<!DOCTYPE html>
@@ -148,11 +149,16 @@ def closing_table(summary: Mapping[str, Any]) -> str:
 def write_report(run_dir: Path) -> Path:
     """Write `run_dir/report.html` from metrics.jsonl, summary.json and config.json; those that are missing are skipped.
 
-    One file that needs no other. Raises InputError where there is no such folder or no matplotlib, DataError where a
-    file is damaged.
+    One file that needs no other. Raises InputError where the folder is none of a run or matplotlib is missing,
+    DataError where a file is damaged.
     """
     events = read_metrics(run_dir)
-    summary, config = (_read_json(run_dir / name) for name in ("summary.json", "config.json"))
+    summary = _read_json(run_dir / "summary.json", _SUMMARY)
+    config = _read_json(run_dir / "config.json")
+    if not (events or summary or config):
+        raise InputError(
+            f"run_dir={str(run_dir)!r} holds no metrics.jsonl, summary.json or config.json; give the folder of a run"
+        )
     sections = [("What ran", _what_ran(run_dir, events, summary))]
     if summary:
         sections.append(("Result", f"<pre>{html.escape(closing_table(summary))}</pre>"))
@@ -242,10 +248,13 @@ def _significant(value: float | None) -> str:
     return "-" if value is None else f"{value:#.3g}"
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _read_json(path: Path, needed: Sequence[str] = ()) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        if missing := [name for name in needed if name not in tree]:
+            raise ValueError(f"it has no {', '.join(missing)}")
     except ValueError as error:
         raise DataError(f"{path} is damaged: {error}; remove it to report on the rest") from error
+    return tree

@@ -20,6 +20,7 @@ from dsattn.errors import CheckpointError, InputError
 from dsattn.model.decoder import Decoder
 from dsattn.nn import LightningIndexer
 from dsattn.training import checkpoint
+from dsattn.training.folders import step_of
 
 
 def pick_device(name: str, option: str = "device") -> torch.device:
@@ -95,7 +96,7 @@ def checkpoint_to_resume(config: RunConfig) -> Path | None:
             "choose another run_dir, or give the settings of that run"
         )
     steps = [stage.steps for stage in config.train.stages[:entered]]
-    done = checkpoint.step_of(newest) - sum(steps[:-1])
+    done = step_of(newest) - sum(steps[:-1])
     if steps[-1] < done:
         raise InputError(
             f"train.stages.{entered - 1}.steps={steps[-1]}, but train.run_dir={str(run_dir)!r} has done {done} of that "
