@@ -540,8 +540,8 @@ def call(**change: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q_i": torch.zeros(8, 4)}, r"q must be \[T, H_I, D\]"),
-        ({"k_i": torch.zeros(8, 5)}, r"k must be \[S, 4\]"),
+        ({"q_i": torch.zeros(8, 4)}, r"q_i must be \[T, H_I, D\]"),
+        ({"k_i": torch.zeros(8, 5)}, r"k_i must be \[S, 4\]"),
         ({"w": torch.zeros(8, 3)}, r"w must be \[8, 2\]"),
         ({"q": torch.zeros(7, 3, 6)}, r"q must be \[8, H, C\]"),
         ({"kv": torch.zeros(8, 5)}, r"kv must be \[8, 6\] or \[8, G, 6\]"),
@@ -552,8 +552,9 @@ def call(**change: object) -> dict[str, object]:
         ({"kv": torch.zeros(8, 6).int()}, "kv must be floating point, got torch.int32"),
         ({"lse": torch.zeros(8, 3).int()}, "lse must be floating point, got torch.int32"),
         ({"lse": torch.zeros(8, 2)}, r"lse must be \[8, 3\]"),
-        ({"keys": Layout.causal(7).keys}, "keys has 7 rows, q has 8"),
+        ({"keys": Layout.causal(7).keys}, "keys has 7 rows, q_i has 8"),
         ({"selection": Selection.from_index(torch.zeros(7, 1, dtype=torch.long))}, "selection has 7 rows, q has 8"),
+        ({"selection": torch.zeros(8, 1, dtype=torch.long)}, "selection must be a Selection, got Tensor"),
         ({"real_rows": torch.ones(8)}, r"real_rows must be bool \[8\], got torch.float32"),
         ({"real_rows": torch.ones(7, dtype=torch.bool)}, r"real_rows must be bool \[8\]"),
         ({"divisor": 0}, "divisor=0 must be positive"),

@@ -193,6 +193,13 @@ def test_refuses(q: Tensor, k: Tensor, w: Tensor, rows: int, says: str) -> None:
         indexer_scores(q, k, w, Layout.causal(rows).keys)
 
 
+def test_refuses_what_is_no_range_or_lives_elsewhere() -> None:
+    with pytest.raises(InputError, match="KeyRange, got Layout; that of a layout is layout"):
+        indexer_scores(Q, K, W, Layout.causal(3))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match=r"keys is on meta, q on cpu; use layout.to\(q.device\)"):
+        indexer_scores(Q, K, W, Layout.causal(3).keys.to("meta"))
+
+
 def test_wide_dtype() -> None:
     half, double = torch.zeros(1, dtype=torch.float16), torch.zeros(1, dtype=torch.float64)
     assert wide_dtype(half, half) == torch.float32

@@ -385,6 +385,7 @@ ROWS = Selection.from_index(torch.zeros(3, 1, dtype=torch.int64))
         (Q, KV, ROWS, {"value_dim": 0}, "value_dim=0 must be between 1 and"),
         (Q, KV, ROWS, {"sink": SINK[:1]}, r"sink must be \[2\], one logit a head, got \[1\]"),
         (Q[:2], KV, ROWS, {}, "selection has 3 rows, q has 2"),
+        (Q, KV, ROWS.index, {}, "selection must be a Selection, got Tensor; select_keys returns one"),
         (Q, KV, ROWS.to("meta"), {}, r"selection is on meta, q on cpu; use selection.to\(q.device\)"),
     ],
 )

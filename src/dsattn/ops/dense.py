@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from dsattn.backends import Call, Choice, choose, resolve_deterministic
-from dsattn.errors import InputError
 from dsattn.keys import KeyRange
 from dsattn.ops import softmax
 from dsattn.ops.first_use import serve
-from dsattn.ops.indexer import wide_dtype
+from dsattn.ops.indexer import check_keys, wide_dtype
 from dsattn.ops.operator import operator
 from dsattn.ops.ranged import backward_reference, forward_reference
 from dsattn.ops.sparse_gqa import check_gqa
@@ -37,7 +36,7 @@ def dense_mla(
     lse [T, H]; rows without keys give 0 and -inf; NaN in keys that no row may read stays there.
     """
     check_mla(q, kv, value_dim, sink)
-    _check_keys(q, keys)
+    check_keys(keys, "q", q)
     flags = (scale, value_dim, resolve_deterministic(deterministic), backend)
     return _forward(q, kv.unsqueeze(1), None, keys.start, keys.stop, sink, *flags)
 
@@ -58,16 +57,9 @@ def dense_gqa(
     q: [T, H, D], k: [S, G, D], v: [S, G, V], keys: KeyRange of T rows. Everything else is as in `sparse_gqa`.
     """
     check_gqa(q, k, v, sink)
-    _check_keys(q, keys)
+    check_keys(keys, "q", q)
     flags = (scale, v.shape[2], resolve_deterministic(deterministic), backend)
     return _forward(q, k, v, keys.start, keys.stop, sink, *flags)
-
-
-def _check_keys(q: Tensor, keys: KeyRange) -> None:
-    if keys.num_rows != q.shape[0]:
-        raise InputError(f"keys has {keys.num_rows} rows, q has {q.shape[0]}")
-    if keys.start.device != q.device:
-        raise InputError(f"keys is on {keys.start.device}, q on {q.device}; use layout.to(q.device)")
 
 
 def _choose(

@@ -20,7 +20,7 @@ from dsattn.ops.distill_reference import backward_reference, forward_reference
 from dsattn.ops.first_use import serve
 from dsattn.ops.indexer import check_indexer, wide_dtype
 from dsattn.ops.operator import operator
-from dsattn.ops.sparse_mla import check_floating
+from dsattn.ops.sparse_mla import check_floating, check_selection
 from dsattn.selection import Selection
 
 
@@ -71,7 +71,7 @@ def check_kl(
     selection: Selection | None,
 ) -> None:
     """Raise InputError where the loss's operands do not fit together."""
-    check_indexer(q_i, k_i, w, keys)
+    check_indexer(q_i, k_i, w, keys, "_i")
     if q.dim() != 3 or q.shape[0] != q_i.shape[0]:
         raise InputError(f"q must be [{q_i.shape[0]}, H, C] to meet q_i {list(q_i.shape)}, got {list(q.shape)}")
     if kv.dim() not in (2, 3) or kv.shape[0] != k_i.shape[0] or kv.shape[-1] != q.shape[2]:
@@ -84,8 +84,8 @@ def check_kl(
     if lse.shape != q.shape[:2]:
         raise InputError(f"lse must be {list(q.shape[:2])}, got {list(lse.shape)}")
     check_floating(q=q, kv=kv, lse=lse)
-    if selection is not None and selection.num_rows != q.shape[0]:
-        raise InputError(f"selection has {selection.num_rows} rows, q has {q.shape[0]}")
+    if selection is not None:
+        check_selection(q, selection)
 
 
 def row_weights(

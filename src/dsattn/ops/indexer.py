@@ -28,20 +28,29 @@ def indexer_scores(q: Tensor, k: Tensor, w: Tensor, keys: KeyRange, *, relu: boo
     return _scores(q, k, w, keys.start, keys.stop, relu)
 
 
-def check_indexer(q: Tensor, k: Tensor, w: Tensor, keys: KeyRange) -> None:
-    """Raise InputError where indexer operands do not fit together."""
+def check_indexer(q: Tensor, k: Tensor, w: Tensor, keys: KeyRange, mark: str = "") -> None:
+    """Raise InputError where indexer operands do not fit together. mark: the end of the names of q and k."""
     if q.dim() != 3:
-        raise InputError(f"q must be [T, H_I, D], got {list(q.shape)}; fold a batch into T")
+        raise InputError(f"q{mark} must be [T, H_I, D], got {list(q.shape)}; fold a batch into T")
     rows, heads, width = q.shape
     if k.dim() != 2 or k.shape[1] != width:
-        raise InputError(f"k must be [S, {width}] to meet q {list(q.shape)}, got {list(k.shape)}")
+        raise InputError(f"k{mark} must be [S, {width}] to meet q{mark} {list(q.shape)}, got {list(k.shape)}")
     if w.shape != (rows, heads):
-        raise InputError(f"w must be [{rows}, {heads}] to meet q {list(q.shape)}, got {list(w.shape)}")
-    if keys.num_rows != rows:
-        raise InputError(f"keys has {keys.num_rows} rows, q has {rows}")
-    for name, value in (("q", q), ("k", k), ("w", w)):
+        raise InputError(f"w must be [{rows}, {heads}] to meet q{mark} {list(q.shape)}, got {list(w.shape)}")
+    check_keys(keys, f"q{mark}", q)
+    for name, value in ((f"q{mark}", q), (f"k{mark}", k), ("w", w)):
         if not value.is_floating_point():
             raise InputError(f"{name} must be floating point, got {value.dtype}")
+
+
+def check_keys(keys: KeyRange, name: str, operand: Tensor) -> None:
+    """Raise InputError where `keys` are no ranges, have not a row for each of the operand, or live elsewhere."""
+    if not isinstance(keys, KeyRange):
+        raise InputError(f"keys must be a KeyRange, got {type(keys).__name__}; that of a layout is layout.keys")
+    if keys.num_rows != operand.shape[0]:
+        raise InputError(f"keys has {keys.num_rows} rows, {name} has {operand.shape[0]}")
+    if keys.start.device != operand.device:
+        raise InputError(f"keys is on {keys.start.device}, {name} on {operand.device}; use layout.to({name}.device)")
 
 
 def wide_dtype(*operands: Tensor) -> torch.dtype:

@@ -23,7 +23,7 @@ from dsattn.errors import InputError
 from dsattn.keys import KeyRange
 from dsattn.ops.blocks import span
 from dsattn.ops.first_use import serve
-from dsattn.ops.indexer import check_indexer, score_block, tile_shape, wide_dtype
+from dsattn.ops.indexer import check_indexer, check_keys, score_block, tile_shape, wide_dtype
 from dsattn.ops.operator import operator
 from dsattn.quantize import BLOCK, from_mxfp8, to_e4m3, to_mxfp8
 from dsattn.selection import Selection, rank, selected_scores
@@ -40,8 +40,7 @@ def select_topk(scores: Tensor, keys: KeyRange, top_k: int, *, backend: str = "a
     """
     if scores.dim() != 2 or not scores.is_floating_point():
         raise InputError(f"scores must be floating point [T, S], got {scores.dtype} {list(scores.shape)}")
-    if keys.num_rows != scores.shape[0]:
-        raise InputError(f"keys has {keys.num_rows} rows, scores has {scores.shape[0]}")
+    check_keys(keys, "scores", scores)
     _check_top_k(top_k)
     index, length = _topk(scores.detach(), keys.start, keys.stop, top_k, backend)
     return Selection(index, length, every_row_has_a_key=keys.every_row_has_a_key)

@@ -75,7 +75,9 @@ def check_sink(q: Tensor, sink: Tensor | None) -> None:
 
 
 def check_selection(q: Tensor, selection: Selection) -> None:
-    """Raise InputError where a selection has another number of rows, or lives elsewhere."""
+    """Raise InputError where a selection is none, has another number of rows, or lives elsewhere."""
+    if not isinstance(selection, Selection):
+        raise InputError(f"selection must be a Selection, got {type(selection).__name__}; select_keys returns one")
     if selection.num_rows != q.shape[0]:
         raise InputError(f"selection has {selection.num_rows} rows, q has {q.shape[0]}")
     if selection.index.device != q.device:
