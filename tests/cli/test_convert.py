@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dsattn.training.runs import load_run
 from dsattn.training.tokenizers import load_tokenizer
 
 pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors")
 
 
 def test_run_to_hugging_face_and_back(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,6 +46,33 @@ def test_a_run_keeps_its_tokenizer_there_and_back(
     capsys.readouterr()
     assert main(["generate", back, "--prompt", "the quick", "--tokens", "2"]) == 0
     assert capsys.readouterr().out.startswith("the quick")
+
+
+def test_without_the_extra_hf_its_name_is_told(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for arguments in (["flops", str(tmp_path)], ["convert", str(run_dir), str(tmp_path / "hf")]):
+        assert main(arguments) == 1
+        assert capsys.readouterr().err.endswith("need transformers: pip install 'dsattn[hf]'\n")
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    assert main(["convert", str(run_dir), str(tmp_path / "megatron"), "--to", "megatron"]) == 1
+    assert "files of safetensors need that package: pip install 'dsattn[hf]'" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_full_disk_leaves_nothing_behind(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(values: object, file: Path, metadata: object) -> None:
+        file.write_bytes(b"half")
+        raise safetensors.SafetensorError("No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    assert main(["convert", str(run_dir), str(tmp_path / "hf")]) == 1
+    assert "model.safetensors cannot be written: No space left on device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_trains_on_from_a_converted_checkpoint(run_dir: Path, text: Path, tmp_path: Path) -> None:

@@ -59,9 +59,10 @@ def test_dense_ones_get_indexers(tmp_path, capsys):
     fields |= {"num_key_value_heads": 2, "vocab_size": 300, "intermediate_size": 512}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert count(capsys, str(tmp_path))["parameters"]["indexer"] > 0
-    (tmp_path / "config.json").write_text("{")
-    assert main(["flops", str(tmp_path)]) == 2
-    assert "is no Hugging Face configuration" in capsys.readouterr().err
+    for damaged in ("{", "[]"):
+        (tmp_path / "config.json").write_text(damaged)
+        assert main(["flops", str(tmp_path)]) == 2
+        assert "is no Hugging Face configuration" in capsys.readouterr().err
     assert main(["flops", str(tmp_path / "gone.json")]) == 2
 
 

@@ -77,9 +77,12 @@ def _subject(given: str) -> tuple[str, Options]:
         from dsattn.integrations.hf_config import from_hf, with_indexers
 
         try:
-            model = from_hf(json.loads(file.read_text(encoding="utf-8")))
+            fields = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(fields, dict):
+                raise ValueError("it holds no object")
         except (OSError, ValueError) as error:
             raise UsageError(f"{file} is no Hugging Face configuration: {error}") from error
+        model = from_hf(fields)
         if "dense" in model.types and "dsa" not in model.types:
             model = with_indexers(model)
         return given, Options(model=model, tokens=32768)

@@ -162,7 +162,7 @@ def _drawn(name: str, shape: tuple[int, ...], std: float, seed: int) -> Callable
 
 
 def _write_folder(source: Source, target: Path, options: ConvertOptions, rounded: list[str]) -> None:
-    """Safetensors files and what stands beside them; under a hidden name until all is there."""
+    """Safetensors files and what stands beside them; under a hidden name until all is there, gone where that fails."""
     fields, dtypes = source.fields, source.dtypes
     if options.like is not None:
         fields = read_config(options.like)
@@ -190,10 +190,14 @@ def _write_folder(source: Source, target: Path, options: ConvertOptions, rounded
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_safetensors(partial, written, options.shard_bytes, {"format": "pt"})
-    for other in _other_files(beside):
-        shutil.copy2(other, partial / other.name)
-    (partial / file).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    try:
+        write_safetensors(partial, written, options.shard_bytes, {"format": "pt"})
+        for other in _other_files(beside):
+            shutil.copy2(other, partial / other.name)
+        (partial / file).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if target.exists():
         target.rmdir()
     partial.rename(target)

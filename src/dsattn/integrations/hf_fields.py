@@ -87,11 +87,13 @@ _ONE_VALUE: dict[str, tuple[Any, str]] = {
 def known_fields(config: Any) -> tuple[str, Fields]:
     """(model type, every field with a value, defaults filled in) of a Hugging Face config, or of a config.json's dict.
 
-    Raises InputError for a release of transformers or a model type that is not known, and, all at once, for fields that
-    are not, or have a value that the decoder cannot express.
+    Raises InputError where transformers is missing, for a release of it or a model type that is not known, and, all at
+    once, for fields that are not, or have a value that the decoder cannot express.
     """
-    from transformers import AutoConfig, PreTrainedConfig
-
+    try:
+        from transformers import AutoConfig, PreTrainedConfig
+    except ImportError as error:
+        raise InputError("configurations of Hugging Face need transformers: pip install 'dsattn[hf]'") from error
     check_release()
     given = dict(config) if isinstance(config, Mapping) else config.to_dict()
     model_type = given.get("model_type") or ""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsattn.errors import CheckpointError
+from dsattn.errors import CheckpointError, InputError
 
 INDEX = "model.safetensors.index.json"
 
@@ -85,10 +85,10 @@ class LastRead:
 def open_safetensors(folder: Path) -> Tensors:
     """Every tensor of a folder of safetensors files: those that its index names, or of all files where it has none.
 
-    Raises CheckpointError where there are none, and, all at once, for what the index names and no file holds.
+    Raises CheckpointError where there are none, and, all at once, for what the index names and no file holds;
+    InputError where the package safetensors is missing.
     """
-    from safetensors import safe_open
-
+    safe_open = _safetensors().safe_open
     index = folder / INDEX
     named: dict[str, str] | None = json.loads(index.read_text())["weight_map"] if index.is_file() else None
     files = sorted(set(named.values())) if named is not None else sorted(p.name for p in folder.glob("*.safetensors"))
@@ -114,10 +114,10 @@ def open_safetensors(folder: Path) -> Tensors:
 def write_safetensors(folder: Path, tensors: Mapping[str, Stored], shard_bytes: int, metadata: dict[str, str]) -> None:
     """Write `tensors` in their order as Hugging Face's shards of at most `shard_bytes` (one tensor at least) and index.
 
-    One shard is in memory at a time. folder: exists.
+    One shard is in memory at a time. folder: exists. Raises CheckpointError where a file cannot be written, InputError
+    where the package safetensors is missing.
     """
-    from safetensors.torch import save_file
-
+    safetensors = _safetensors()
     shards = list(_shards(tensors, shard_bytes))
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
@@ -125,7 +125,10 @@ def write_safetensors(folder: Path, tensors: Mapping[str, Stored], shard_bytes: 
     for file, shard in zip(names, shards, strict=True):
         # A copy, so that parts of one tensor do not share memory, which safetensors refuses.
         values = {name: tensors[name].read().clone(memory_format=torch.contiguous_format) for name in shard}
-        save_file(values, folder / file, metadata=metadata)
+        try:
+            safetensors.torch.save_file(values, folder / file, metadata=metadata)
+        except safetensors.SafetensorError as error:
+            raise CheckpointError(f"{folder / file} cannot be written: {error}") from error
     if len(shards) > 1:
         weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         total = sum(one.nbytes for one in tensors.values())
@@ -145,12 +148,20 @@ def check(what: str, problems: list[str]) -> None:
         raise CheckpointError(f"{what}, {len(problems)} problem(s):\n{listed}")
 
 
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise InputError("files of safetensors need that package: pip install 'dsattn[hf]'") from error
+    return safetensors
+
+
 def _belongs(name: str, file: Path, named: dict[str, str] | None) -> bool:
     return named is None or named.get(name) == file.name
 
 
 def _in_file(file: Path, name: str, facts: Any) -> Stored:
-    from safetensors import safe_open
+    safe_open = _safetensors().safe_open
 
     def read() -> Tensor:
         with safe_open(file, framework="pt") as opened:

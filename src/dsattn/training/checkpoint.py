@@ -157,9 +157,13 @@ class _Target:
             with contextlib.suppress(OSError):
                 put_back(self.root)
         newest = latest(self.root.parent)
+        way_out = (
+            f"Earlier checkpoints are untouched, the newest is {newest}; remove the cause and resume from there"
+            if newest
+            else "There is no earlier one; remove the cause and begin again"
+        )
         return CheckpointError(
-            f"the checkpoint of step {self.step} could not be written to {self.root}: {error}. Earlier checkpoints are "
-            f"untouched, the newest is {newest or 'none'}; remove the cause and resume from there"
+            f"the checkpoint of step {self.step} could not be written to {self.root}: {error}. {way_out}"
         )
 
 
