@@ -43,9 +43,9 @@ def test_a_run_keeps_its_tokenizer_there_and_back(
         assert main(["inspect", there, "--text", str(text), "--packs", "1", "--json", "-"]) == 0
         assert main(["convert", back, str(tmp_path / "like"), "--like", there]) == 0
         assert json.loads((tmp_path / "like/config.json").read_text())["dsattn_tokenizer"] == "bytes"
-    capsys.readouterr()
-    assert main(["generate", back, "--prompt", "the quick", "--tokens", "2"]) == 0
-    assert capsys.readouterr().out.startswith("the quick")
+        capsys.readouterr()
+        assert main(["generate", back, "--prompt", "the quick", "--tokens", "2"]) == 0
+        assert capsys.readouterr().out.startswith("the quick")
 
 
 def test_without_the_extra_hf_its_name_is_told(

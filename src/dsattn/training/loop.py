@@ -121,9 +121,9 @@ class Trainer:
 
     def _announce(self) -> None:
         self.parameters = self.parallel.count_parameters()
-        files, skipped = len(self.stream.files), len(self.stream.passed_over)
+        files = f"{len(self.stream.files)} training files; {len(self.stream.passed_over)} others are no text"
         where = f"{self.device}" if consensus.size() == 1 else f"{consensus.size()} ranks of {self.device.type}"
-        self.console.say(f"{self.parameters:,} parameters on {where}; {files} training files, {skipped} are not text")
+        self.console.say(f"{self.parameters:,} parameters on {where}; {files}")
 
     def _run_stage(self, index: int, stage: StageConfig, first: int, *, resuming: bool) -> None:
         """The steps that are left of a stage that begins behind global step `first`."""
