@@ -116,9 +116,12 @@ def test_choices_are_made_and_logged_once(vendor: ModuleType, caplog: pytest.Log
     caplog.set_level(logging.INFO, logger="dsattn")
     first = choose(FORWARD, GPU)
     assert choose(FORWARD, GPU) is first
-    assert caplog.messages == ["sparse_mla.forward: vendor (passed over: old needs retirement)"]
+    assert caplog.messages == ["sparse_mla.forward in bfloat16: vendor (passed over: old needs retirement)"]
     choose(FORWARD, Call())
-    assert len(caplog.messages) == 2
+    assert caplog.messages[1:] == [
+        "sparse_mla.forward in float32: reference (passed over: old needs retirement; "
+        "vendor needs a Hopper GPU, 64 heads)"
+    ]
 
 
 def test_one_line_tells_of_all_calls_that_choose_alike(vendor: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
@@ -131,8 +134,8 @@ def test_one_line_tells_of_all_calls_that_choose_alike(vendor: ModuleType, caplo
     choose(FORWARD, replace(GPU, heads=8))
     choose(FORWARD, replace(GPU, capability=80))
     assert caplog.messages[1:] == [
-        "sparse_mla.forward: reference (passed over: old needs retirement; vendor needs 64 heads)",
-        "sparse_mla.forward: reference (passed over: old needs retirement; vendor needs a Hopper GPU)",
+        "sparse_mla.forward in bfloat16: reference (passed over: old needs retirement; vendor needs 64 heads)",
+        "sparse_mla.forward in bfloat16: reference (passed over: old needs retirement; vendor needs a Hopper GPU)",
     ]
 
 
@@ -347,7 +350,7 @@ def test_auto_wants_a_record_and_a_name_does_not(monkeypatch: pytest.MonkeyPatch
     other = replace(GPU, top_k=7)
     choice = choose(FORWARD, other)
     assert (choice.name, choice.passed_over) == ("reference", (("peer", "a record"),))
-    assert caplog.messages[-1] == "sparse_mla.forward: reference (passed over: peer needs a record)"
+    assert caplog.messages[-1] == "sparse_mla.forward in bfloat16: reference (passed over: peer needs a record)"
     assert choose(FORWARD, other, "peer").name == "peer"
     with pytest.raises(BackendUnavailable, match="peer needs 64 heads"):
         choose(FORWARD, replace(other, heads=8), "peer")

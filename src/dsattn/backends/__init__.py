@@ -251,7 +251,7 @@ def _choose(operation: str, call: Call, backend: str) -> Choice:
         lacks = row.requirements(call) or (row.record(call) if row.name != backend else [])
         if not lacks:
             choice = Choice(row.name, _load(operation, row), tuple(passed_over))
-            _log_once(f"{operation}: {choice}")
+            _log_once(f"{operation} in {call.dtype}: {choice}")
             return choice
         passed_over.append((row.name, ", ".join(lacks)))
     reasons = "; ".join(f"{name} needs {why}" for name, why in passed_over)
