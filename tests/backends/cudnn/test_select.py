@@ -70,6 +70,14 @@ def test_a_frontend_that_is_causal_from_the_top_left_and_cannot_be_told_is_refus
     assert seen.calls == []
 
 
+@pytest.mark.parametrize(("version", "filled"), [((1, 28), True), ((1, 29), False)])
+def test_filling_is_left_out_from_1_29_on_where_it_can_be(version, filled, install, monkeypatch):
+    seen = install("1.33.0")
+    monkeypatch.setattr(select, "version_of", lambda name: version)
+    select.select_keys(*operands(LAYOUTS["causal"], 16), 5, True, False, 2**20)
+    assert [options["clean"] for _, options in seen.calls] == [filled]
+
+
 @pytest.mark.parametrize(("generation", "served"), [("1.29.1", False), ("1.31.0", True)])
 def test_weights_in_fp32_want_1_31(generation, served, install):
     install(generation)

@@ -18,6 +18,7 @@ from dsattn.errors import BackendUnavailable
 from dsattn.selection import selected_scores
 
 FP32_WEIGHTS = (1, 31)
+UNFILLED = (1, 29)
 _HEADS = {90: (16, 32, 64), 100: (4, 8, 16, 32, 64), 103: (4, 8, 16, 32, 64)}
 
 
@@ -82,14 +83,15 @@ def covering_scores(q: Tensor, k: Tensor, w: Tensor, stop: Tensor) -> Tensor:
 
 
 def causal_scores(q: Tensor, k: Tensor, w: Tensor, offset: Tensor | None) -> Tensor:
-    """[R, S] fp32 scores of query rows whose row t reads key rows `0 .. offset + t`; -inf behind.
+    """[R, S] fp32 scores of query rows whose row t reads key rows `0 .. offset + t`; anything behind.
 
     offset: 0-d int32, on the device; None where the frontend has none.
     """
     run = frontend.entry("indexer_forward")
     options = {} if offset is None else {"q_causal_offsets": offset.reshape(1)}
     # The ranking stops where a row's keys do: what the kernel leaves unwritten need not be filled.
-    options |= frontend.supported(run, clean_logits=False)
+    if version_of(frontend.DISTRIBUTION) >= UNFILLED:
+        options |= frontend.supported(run, clean_logits=False)
     return run(q[None], k[None, :, None], w[None], ratio=1, sm_scale=1.0, **options)["scores"][0]
 
 
