@@ -193,6 +193,19 @@ def test_graphs_and_devices(install, monkeypatch):
         deep_gemm.select_keys(q, k, w, keys.start, keys.stop, 7, True, False, 2**20, "fp8")
 
 
+def test_what_failed_has_not_run(install, monkeypatch):
+    """A graph must not find a kernel that was never made."""
+    package = install("first")
+    keys = KEYS["causal"].keys
+    given = (*operands(keys), keys.start, keys.stop, 7, True, False, 2**20, "fp8")
+    monkeypatch.setattr(package, "logits", None)
+    with pytest.raises(TypeError):
+        deep_gemm.select_keys(*given)
+    monkeypatch.setattr(deep_gemm, "is_capturing", lambda x: True)
+    with pytest.raises(BackendUnavailable, match="has not run with 32 heads of 128 yet"):
+        deep_gemm.select_keys(*given)
+
+
 def test_refuses(install):
     install("first")
     keys = KEYS["causal"].keys

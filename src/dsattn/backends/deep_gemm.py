@@ -120,6 +120,7 @@ def indexer_scores(operands: Fp8Operands, start: Tensor, stop: Tensor, *, clean:
     options = {"clean_logits": clean, "max_seqlen_k": 0}
     taken = {name: value for name, value in options.items() if _takes(run, name)}
     scores = run(q, keys, operands.w.contiguous(), start.contiguous(), stop.contiguous(), **taken)
+    _compiled.add(_geometry(operands))
     if not isinstance(scores, Tensor):
         scores = torch.from_dlpack(scores)
     scores = scores[:, : len(operands.k)]
@@ -149,14 +150,17 @@ def _admit(operands: Fp8Operands) -> None:
         raise BackendUnavailable(
             f"select_keys: deep_gemm runs on one device of a process, {_device[0]}, not {device}; use backend='triton'"
         )
-    geometry = (tuple(operands.q.shape[1:]), operands.q_scale is None)
-    if geometry not in _compiled and is_capturing(operands.q):
+    if _geometry(operands) not in _compiled and is_capturing(operands.q):
         raise BackendUnavailable(
             f"select_keys: deep_gemm has not run with {operands.q.shape[1]} heads of {operands.q.shape[2]} yet, and "
             "would compile inside a CUDA graph; run the call once before the capture"
         )
     _device[:] = [device]
-    _compiled.add(geometry)
+
+
+def _geometry(operands: Fp8Operands) -> tuple[Any, ...]:
+    """What kernels are compiled for."""
+    return tuple(operands.q.shape[1:]), operands.q_scale is None
 
 
 def _function(micro: bool) -> Callable[..., Any]:
