@@ -36,6 +36,7 @@ class Finding(NamedTuple):
 LIMITS = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-8}
 
 _OFF = "dsattn.settings(first_use_checks=False)"
+_WAY_OUT = f"use another backend (backend='reference' always serves), or turn the check off: {_OFF}"
 
 _verdicts: dict[tuple[Any, ...], str | None] = {}
 _lock = threading.Lock()
@@ -83,7 +84,7 @@ def _verdict(operation: str, choice: Choice, references: tuple[Run, Run | None],
     try:
         findings = compare(operation, function, *references, given)
     except Exception as error:
-        error.add_note(f"raised by {choice.name} in the first-use check of {operation}; {_OFF} turns it off")
+        error.add_note(f"raised by {choice.name} in the first-use check of {operation}; {_WAY_OUT}")
         raise
     wrong = [finding for finding in findings if not finding.error <= finding.limit]  # NaN is wrong too
     if not wrong:
@@ -93,7 +94,7 @@ def _verdict(operation: str, choice: Choice, references: tuple[Run, Run | None],
     told = ", ".join(f"{one.tensor} errs by {one.error:.1e}, limit {one.limit:.1e}" for one in wrong)
     return (
         f"{operation}: {choice.name} gives wrong results on {_device(given)}, where a small case was compared with the "
-        f"reference: {told}; use another backend (backend='reference' always serves), or turn the check off: {_OFF}"
+        f"reference: {told}; {_WAY_OUT}"
     )
 
 
