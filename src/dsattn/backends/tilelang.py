@@ -100,7 +100,7 @@ def indexer_scores(
     """[T, S] fp32 scores; outside of the ranges -inf, or anything where not `clean`."""
     run = _megatron("tilelang_indexer_fwd").indexer_fwd_interface
     ranges = (start.contiguous(), stop.contiguous())
-    return run(q.contiguous(), k.contiguous(), w, *ranges, clean_logits=clean, use_relu=relu)
+    return run(q.contiguous(), k.contiguous(), w.contiguous(), *ranges, clean_logits=clean, use_relu=relu)
 
 
 def select_keys(
