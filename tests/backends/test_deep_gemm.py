@@ -49,11 +49,13 @@ class Package:
         if q_scale is None:
             assert k_scale.dtype == torch.float32
             assert heads in (32, 64)
+            assert width in (32, 64, 128)
             dot = torch.einsum("thd,sd->ths", q.float(), k.float()).relu()
             scores = torch.einsum("ths,th->ts", dot, weights) * k_scale
         else:
             assert q_scale.dtype == k_scale.dtype == torch.int32
             assert q_scale.shape == (rows, heads)
+            assert heads in (8, 16, 32, 64)
             assert width == 128
             dot = torch.einsum("thd,sd->ths", dequantised(q, q_scale), dequantised(k, k_scale)).relu()
             scores = torch.einsum("ths,th->ts", dot, weights)
@@ -111,11 +113,13 @@ def operands(keys, heads=32, width=128):
 
 
 @pytest.mark.parametrize(
-    ("generation", "precision"),
-    [("first", "fp8"), ("second", "fp8"), ("third", "fp8"), ("second", "mxfp8"), ("third", "mxfp8")],
+    ("generation", "precision", "heads"),
+    [
+        *[(generation, "fp8", heads) for generation in ("first", "second", "third") for heads in (32, 64)],
+        *[(generation, "mxfp8", heads) for generation in ("second", "third") for heads in (8, 16, 32, 64)],
+    ],
 )
 @pytest.mark.parametrize("name", KEYS)
-@pytest.mark.parametrize("heads", [32, 64])
 def test_selects_by_the_scores_of_rounded_operands(generation, precision, name, heads, install):
     package = install(generation)
     keys = KEYS[name].keys

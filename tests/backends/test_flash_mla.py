@@ -40,11 +40,15 @@ class Build:
         assert rows > 0
         assert sm_scale > 0
         assert all(x.is_contiguous() for x in (q, kv, indices))
+        if attn_sink is not None:
+            assert (attn_sink.dtype, attn_sink.shape) == (torch.float32, (heads,))
+            assert attn_sink.is_contiguous()
         self.seen.append((heads, indices.shape[2], options))
         slot = torch.arange(indices.shape[2])
         inside = (indices[:, 0] >= 0) & (indices[:, 0] < len(kv))
         if topk_length is not None:
-            assert topk_length.dtype == torch.int32
+            assert (topk_length.dtype, topk_length.shape) == (torch.int32, (rows,))
+            assert topk_length.is_contiguous()
             inside &= slot < topk_length[:, None]
         q_ = q.float().masked_fill(~inside.any(1)[:, None, None], 0)
         key = kv[indices[:, 0].clamp(0, len(kv) - 1).long(), 0].float().masked_fill(~inside[..., None], 0)

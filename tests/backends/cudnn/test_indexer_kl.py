@@ -32,7 +32,7 @@ def backward_given(heads, index_heads, slots):
 
 
 @pytest.mark.parametrize(("generation", "major"), [("1.25.0", 9), ("1.26.0", 9), ("1.32.0", 9), ("1.32.0", 10)])
-@pytest.mark.parametrize(("heads", "index_heads", "slots"), [(5, 4, 20), (64, 32, 128)])
+@pytest.mark.parametrize(("heads", "index_heads", "slots"), [(5, 4, 20), (64, 32, 128), (72, 64, 9)])
 @pytest.mark.parametrize("unwritten", [torch.nan, torch.inf, 3e38])
 def test_forward_is_the_reference(generation, major, heads, index_heads, slots, unwritten, install, no_sync):
     seen = install(generation, major)

@@ -24,7 +24,8 @@ def given(heads, width, slots, sink, scale=0.125):
 
 @pytest.mark.parametrize("generation", ["1.29.1", "1.32.0"])
 @pytest.mark.parametrize(
-    ("heads", "width", "slots", "sink"), [(5, 576, 70, True), (64, 512, 64, True), (64, 512, 64, False)]
+    ("heads", "width", "slots", "sink"),
+    [(5, 576, 70, True), (64, 512, 64, True), (64, 512, 64, False), (72, 512, 9, False)],
 )
 def test_is_the_reference(generation, heads, width, slots, sink, install, no_sync):
     seen = install(generation)
@@ -38,7 +39,7 @@ def test_is_the_reference(generation, heads, width, slots, sink, install, no_syn
 
     for finding in compare("sparse_mla.backward", run, backward_reference, forward_reference, operands):
         assert finding.error <= finding.limit, finding
-    assert seen.calls == [("sparse_attention_backward", {"heads": 64, "slots": -(-slots // 64) * 64})]
+    assert seen.calls == [("sparse_attention_backward", {"heads": -(-heads // 64) * 64, "slots": -(-slots // 64) * 64})]
 
 
 def test_a_wrong_kernel_would_be_seen(install):
