@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from dsattn import Layout
-from dsattn.backends import TABLE, Call, size_class, vendors
-from dsattn.backends.vendors import FASTER, Faster, lacks_record, recorded
+from dsattn.backends import TABLE, Call, deep_select, flash_mla, size_class, vendors
+from dsattn.backends.cudnn import frontend
+from dsattn.backends.vendors import DISTRIBUTIONS, FASTER, Faster, lacks_record, recorded
 from dsattn.ops.select import topk_reference
 
 RECORDS = [
@@ -82,6 +83,13 @@ def test_every_vendor_is_for_auto_by_record_or_behind_ours_or_by_name():
                 recorded = any((one.operation, one.backend) == (operation, row.name) for one in FASTER)
                 behind = names.index(row.name) > names.index("triton")
                 assert recorded != (behind or bool(row.by_name)), (operation, row.name)
+
+
+def test_adapters_know_the_distributions_that_doctor_names():
+    for adapter, name in ((flash_mla, "flash_mla"), (deep_select, "deep_select")):
+        assert adapter.BUILDS.keys() == set(DISTRIBUTIONS[name])
+    assert (frontend.DISTRIBUTION,) == DISTRIBUTIONS["cudnn"]
+    assert {one.distribution for one in FASTER} <= {build for builds in DISTRIBUTIONS.values() for build in builds}
 
 
 @pytest.mark.parametrize(

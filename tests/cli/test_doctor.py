@@ -1,3 +1,4 @@
+import importlib.metadata
 import importlib.util
 import re
 import sys
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import dsattn
+from dsattn.backends.vendors import DISTRIBUTIONS, version_of
 from dsattn.cli import doctor
 from dsattn.cli.__main__ import main
 from dsattn.training.recipes import RECIPES
@@ -26,7 +28,7 @@ def test_it_names_versions_devices_and_backends(capsys):
 
 
 def test_missing_packages_come_with_the_way_to_get_them(monkeypatch, capsys):
-    gone = {package for packages in doctor.EXTRAS.values() for package in packages}
+    gone = {package for packages in doctor.EXTRAS.values() for package in packages} | DISTRIBUTIONS.keys()
     for package in gone:
         monkeypatch.setitem(sys.modules, package, None)
     assert main(["doctor"]) == 0
@@ -34,6 +36,27 @@ def test_missing_packages_come_with_the_way_to_get_them(monkeypatch, capsys):
     for extra, packages in doctor.EXTRAS.items():
         for package in packages:
             assert re.search(rf"{package} +{extra} +missing: pip install 'dsattn\[{extra}\]'", text)
+    for build in ("sgl-flash-mla", "nvidia-cudnn-frontend", "sgl-deep-gemm", "tokenspeed-deepselect", "tilelang"):
+        assert re.search(rf"{build} +missing: pip install {build}$", text, re.MULTILINE)
+
+
+def test_the_build_of_a_vendor_that_is_installed_is_named(monkeypatch):
+    installed = {"flash-mla": "1.0.1", "nvidia-cudnn-frontend": "1.32.0"}
+
+    def version(name):
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in ("flash_mla", "cudnn") or None)
+    version_of.cache_clear()
+    try:
+        rows = {package: found for package, _, found in doctor.optional_packages()}
+    finally:
+        version_of.cache_clear()
+    assert (rows["flash-mla"], rows["nvidia-cudnn-frontend"]) == ("1.0.1", "1.32.0")
+    assert "sgl-flash-mla" not in rows
 
 
 def test_a_package_without_metadata_is_found_all_the_same(monkeypatch):

@@ -1,4 +1,6 @@
-"""DeepGEMM: indexer scores in low precision, ranked by whichever row of `select_topk` serves. By name.
+"""DeepGEMM: indexer scores in low precision, ranked by whichever row of `select_topk` serves.
+
+`auto` takes it where ours do not serve: in mxfp8 on Blackwell. In fp8 every record is behind ours: by name.
 
 `fp8` on Hopper and Blackwell: E4M3 with one fp32 scale a key, a query's scale folded into its weight, which relu allows
 because a scale is positive. `mxfp8` on Blackwell, never run: E4M3 with a power of two for every 32 channels, four of

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 
 Version = tuple[int, ...]
 
+# Import name -> the distributions that bring it, the one to install first.
+DISTRIBUTIONS = {
+    "flash_mla": ("sgl-flash-mla", "tokenspeed-flashmla", "flash-mla"),
+    "cudnn": ("nvidia-cudnn-frontend",),
+    "deep_gemm": ("sgl-deep-gemm",),
+    "deep_select": ("tokenspeed-deepselect", "deep-select"),
+    "tilelang": ("tilelang",),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Faster:

@@ -10,6 +10,7 @@ import subprocess
 import torch
 
 from dsattn import __version__, explain
+from dsattn.backends.vendors import DISTRIBUTIONS, version_of
 from dsattn.cli.arguments import parse, pick
 from dsattn.cli.ranks import sections
 from dsattn.cli.tables import table
@@ -26,6 +27,7 @@ EXTRAS = {
 }
 """Extra -> the packages that it brings."""
 _IMPORTED_AS = {"fla-core": "fla", "megatron-core": "megatron"}
+_IMPORTED_AS |= {package: name for name, packages in DISTRIBUTIONS.items() for package in packages}
 _GIB = 2**30
 
 
@@ -80,12 +82,14 @@ def devices() -> list[tuple[str, str]]:
 
 
 def optional_packages() -> list[tuple[str, str, str]]:
-    """(package, extra, version or the way to get it)."""
-    return [
+    """(package, extra, version or the way to get it). Vendors' kernels have no extra; of their builds one is named."""
+    extras = [
         (package, extra, _version(package) or f"missing: pip install 'dsattn[{extra}]'")
         for extra, packages in EXTRAS.items()
         for package in packages
     ]
+    builds = [next((one for one in packages if version_of(one)), packages[0]) for packages in DISTRIBUTIONS.values()]
+    return extras + [(one, "", _version(one) or f"missing: pip install {one}") for one in builds]
 
 
 def _version(package: str) -> str | None:
