@@ -88,7 +88,7 @@ def test_every_vendor_is_for_auto_by_record_or_behind_ours_or_by_name():
 def test_adapters_know_the_distributions_that_doctor_names():
     for adapter, name in ((flash_mla, "flash_mla"), (deep_select, "deep_select")):
         assert adapter.BUILDS.keys() == set(DISTRIBUTIONS[name])
-    assert (frontend.DISTRIBUTION,) == DISTRIBUTIONS["cudnn"]
+    assert DISTRIBUTIONS["cudnn"] == (frontend.DISTRIBUTION,)
     assert {one.distribution for one in FASTER} <= {build for builds in DISTRIBUTIONS.values() for build in builds}
 
 
