@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from dsattn import Layout
 from dsattn.backends import Call, tilelang
 from dsattn.errors import BackendUnavailable
 from dsattn.ops.first_use import LIMITS, compare, error_of
@@ -18,6 +19,11 @@ from dsattn.ops.sparse_mla import backward_reference, forward_reference
 from dsattn.testing import Sizes, make_case, random_selection
 
 CALL = Call(device="cuda", capability=90, dtype="bfloat16", heads=64, width=576, value_width=512, top_k=2048)
+LAYOUTS = {
+    "causal": Layout.causal(80),
+    "packed": Layout.packed([7, 0, 1, 72]),
+    "zigzag": Layout.packed([64, 16], cp_size=2, cp_rank=1),
+}
 OPS = "megatron.core.transformer.experimental_attention_variant.ops"
 
 
@@ -119,9 +125,9 @@ def case():
     return make_case("causal", sizes, dtype=torch.bfloat16, poison=False)
 
 
-@pytest.mark.parametrize("layout", ["causal", "packed", "context_parallel"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_attention_has_a_natural_log_sum_exp(layout):
-    case = make_case(layout, Sizes(heads=16, width=576, value_dim=512), dtype=torch.bfloat16, poison=False)
+    case = make_case(LAYOUTS[layout], Sizes(heads=16, width=576, value_dim=512), dtype=torch.bfloat16, poison=False)
     selection = random_selection(case.keys, case.layout.num_keys, 64)
     operands = (case.q, case.kv, selection.index, selection.length, None, case.scale, 512)
     out, lse = tilelang.sparse_mla_forward(*operands)
