@@ -60,7 +60,7 @@ class Frontend:
         return clean if self.version >= (1, 33) else offsets
 
     def _indexer_top_k(self):
-        """+0 before -0; NaN as the largest; a row's tail and what is not filled is garbage."""
+        """+0 before -0; NaN as the largest; nothing is written for a row of length 0."""
 
         def run(input_values, seq_lens, top_k, next_n, return_val, tie_break, deterministic):
             rows, keys = input_values.shape
@@ -82,6 +82,8 @@ class Frontend:
             else:
                 best = best.roll(1, 1)  # in no order
             values = input_values.gather(1, best.clamp(min=0).long()).masked_fill(best < 0, -torch.inf)
+            unwritten = seq_lens[:, None] == 0
+            best, values = best.masked_fill(unwritten, 7), values.masked_fill(unwritten, torch.inf)
             return {"indices": best, "values": values if return_val else None}
 
         if self.version < (1, 31):

@@ -22,6 +22,7 @@ ROWS = [
     ([9.0, 9, 1, 2, 9], 2, 4),  # a start and an end
     ([1.0, 2, 3, 4, 5], 3, 3),  # empty
     ([1.0, 2, 3, 4, 5], 4, 2),
+    ([1.0, 2, 3, 4, 5], 0, 0),  # where the kernel writes nothing
     ([1.0, 2, 3, 4, 5], -3, 99),
     ([3e38, INF, NAN, -INF, 3e38], 1, 1),  # garbage all around nothing
 ]
@@ -43,7 +44,7 @@ def test_ranks_by_the_rule(generation, dtype, top_k, install, no_sync, monkeypat
         assert torch.equal(got[0], exact[0])
         assert torch.equal(got[1], exact[1])
     assert torch.equal(scores.nan_to_num(7.0), before.nan_to_num(7.0)), "scores are the caller's"
-    assert [options["rows"] for _, options in seen.calls] == [12, 8, 4]
+    assert [options["rows"] for _, options in seen.calls] == [13, 8, 5]
 
 
 def test_the_bare_kernel_does_not_keep_the_rule(install):

@@ -1,8 +1,9 @@
 """cuDNN's top-k of given scores, made exact. For those who name it.
 
 The kernel takes at most 2048 keys, an end a row and no start, ranks -0 below +0, and NaN anywhere; ties go to the
-smaller key since 1.31 (`tie_break`). Here out-of-range and NaN scores become -inf and -0 becomes +0, in a copy of a
-launch's rows, and -inf is dropped from what comes back. The copy costs more than the kernel is ahead of ours.
+smaller key since 1.31 (`tie_break`). For a row of length 0 it writes nothing. Here out-of-range and NaN scores become
+-inf and -0 becomes +0, in a copy of a launch's rows, and -inf is dropped from what comes back, with all that stands in
+rows of length 0. The copy costs more than the kernel is ahead of ours.
 Letters: T query rows, S keys, K kept keys.
 """
 
@@ -43,8 +44,9 @@ def select_topk(scores: Tensor, start: Tensor, stop: Tensor, top_k: int) -> tupl
         part = slice(first, first + step)
         read = (column >= start[part, None]) & (column < stop[part, None]) & ~scores[part].isnan()
         clean = torch.where(read, scores[part] + 0.0, -torch.inf).to(scores.dtype)
-        found, value = bare_topk(clean, stop[part].clamp(0, keys).contiguous(), top_k, values=True)
-        empty = (found < 0) | ~(value > -torch.inf)
+        end = stop[part].clamp(0, keys).contiguous()
+        found, value = bare_topk(clean, end, top_k, values=True)
+        empty = (end[:, None] == 0) | (found < 0) | ~(value > -torch.inf)
         index[part] = found.masked_fill(empty, last).sort(dim=1).values
     empty = index == last
     return index.masked_fill_(empty, -1), (~empty).sum(1, dtype=torch.int32)
