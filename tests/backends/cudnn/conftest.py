@@ -1,6 +1,7 @@
 """Stand-ins for every generation of the cuDNN frontend, made from its documents: the package needs a GPU.
 
-1.25.0, 1.26.0, 1.29.1, 1.31.0 and 1.32.0 are as published; 1.33.0 is one to come, whose scores take `clean_logits`.
+1.25.0, 1.26.0, 1.29.1, 1.31.0 and 1.32.0 are as published; 1.33.0 is one to come, whose scores take `clean_logits`,
+and whose attention backward takes no `deterministic`, as in builds that were seen.
 
 They check every argument as a generation's own checks do, compute by the formula, and leave NaN, infinities or huge
 numbers where the kernels write nothing.
@@ -134,6 +135,11 @@ class Frontend:
             assert not (deterministic and self.major == 9)
             return run(q, kv, out, dout, lse, attn_sink, topk_idxs, softmax_scale, topk_length)
 
+        def plain(q, kv, out, dout, lse, attn_sink, topk_idxs, softmax_scale=None, topk_length=None):
+            return run(q, kv, out, dout, lse, attn_sink, topk_idxs, softmax_scale, topk_length)
+
+        if self.version >= (1, 33):
+            return plain
         return new if self.version >= (1, 29) else old
 
     def _recompute(self, index, length, found):

@@ -23,7 +23,6 @@ def test_a_generation_is_told_by_its_number_and_its_features_by_its_signatures(g
         ("indexer_forward", "q_causal_offsets"): (1, 26),
         ("indexer_forward", "clean_logits"): (1, 33),
         ("indexer_backward", "topk_indices_global"): (1, 26),
-        ("sparse_attention_backward", "deterministic"): (1, 29),
         ("indexer_top_k", "tie_break"): (1, 31),
         ("indexer_top_k", "deterministic"): (1, 32),
     }

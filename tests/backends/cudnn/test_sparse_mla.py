@@ -22,7 +22,7 @@ def given(heads, width, slots, sink, scale=0.125):
     return (out, q, kv, index, index[:, 0], sink, out, torch.empty(3, heads, dtype=fp32), scale, False)
 
 
-@pytest.mark.parametrize("generation", ["1.29.1", "1.32.0"])
+@pytest.mark.parametrize("generation", ["1.29.1", "1.32.0", "1.33.0"])
 @pytest.mark.parametrize(
     ("heads", "width", "slots", "sink"),
     [(5, 576, 70, True), (64, 512, 64, True), (64, 512, 64, False), (72, 512, 9, False)],
@@ -74,6 +74,9 @@ def test_nothing_to_do(install):
 def test_refuses_determinism_on_hopper(install):
     install("1.32.0")
     with pytest.raises(BackendUnavailable, match="does not repeat bit for bit on Hopper"):
+        sparse_mla.sparse_mla_backward(*given(4, 576, 8, False)[:-1], True)
+    install("1.33.0", major=10)
+    with pytest.raises(BackendUnavailable, match="this cudnn frontend cannot repeat bits"):
         sparse_mla.sparse_mla_backward(*given(4, 576, 8, False)[:-1], True)
 
 

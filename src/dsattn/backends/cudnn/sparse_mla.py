@@ -42,7 +42,7 @@ def sparse_mla_backward(
     """(dq, dkv), argument for argument as the reference's backward.
 
     Heads are padded with zeros, slots with -1. Raises ImportError without the package, BackendUnavailable where a
-    deterministic backward is asked of Hopper.
+    deterministic backward is asked of Hopper, or of a frontend that has none.
     """
     if deterministic and torch.cuda.get_device_capability(q.device)[0] == 9:
         raise BackendUnavailable("sparse_mla.backward: cudnn does not repeat bit for bit on Hopper")
@@ -54,6 +54,8 @@ def sparse_mla_backward(
         q, out, grad_out = (pad(x, (0, 0, 0, more)) for x in (q, out, grad_out))
         lse, sink = pad(lse, (0, more)), pad(sink, (0, more), value=-torch.inf)
     run = frontend.entry("sparse_attention_backward")
+    if deterministic and not frontend.takes(run, "deterministic"):
+        raise BackendUnavailable("sparse_mla.backward: this cudnn frontend cannot repeat bits; use backend='triton'")
     grads = run(
         q.contiguous(),
         kv.contiguous(),
@@ -64,6 +66,6 @@ def sparse_mla_backward(
         frontend.padded_slots(index, 64, -1),
         softmax_scale=scale,
         topk_length=length.contiguous(),
-        deterministic=deterministic,
+        **frontend.supported(run, deterministic=deterministic),
     )
     return grads["dq"][:, :heads].contiguous(), grads["dkv"]
