@@ -37,6 +37,16 @@ def test_lengths_stand_in_place_of_tokens(capsys):
     assert found["modes"]["sparse"] == accounting.model_work(RECIPES["tiny"]().model, [100, 1, 7], "sparse").flops
 
 
+def test_megatrons_count_stands_beside_ours(capsys):
+    model = RECIPES["tiny"]().model
+    found = count(capsys, "tiny", "--lengths", "100", "7")
+    assert found["megatron"] == {
+        mode: accounting.megatron_flops(model, [100, 7], mode) for mode in ("dense", "sparse", "frozen")
+    }
+    pooled = ("--mode", "frozen", "--model.dsa.indexer.pool-size", "4")
+    assert "dsa.indexer.pool_size=4 must be 1" in count(capsys, "tiny", *pooled)["no_megatron"]
+
+
 def test_memory_is_that_of_each_stage(capsys):
     found = count(capsys, "tiny", "--parallel.pp", "2", "--recompute", "full", "--tokens", "512")["memory"]
     assert len(found) == 2
@@ -93,6 +103,8 @@ def test_tables(name, capsys):
         (["tiny", "--tokens", "3", "--documents", "4"], "--documents 4 must be between 1 and --tokens 3"),
         (["tiny", "--mode", "fast"], "fast"),
         (["tiny", "--lengths", "3", "-1"], "--lengths"),
+        (["tiny", "--lengths", "3", "--tokens", "7"], "leave out --tokens and --documents"),
+        (["tiny", "--lengths", "3", "--documents", "2"], "leave out --tokens and --documents"),
         (["tiny", "--parallel.tp", "3"], "parallel.tp=3 must divide the attention's heads=4"),
         (["tiny", "--model.num-layers", "0"], "model.num_layers=0 must be at least 1"),
     ],

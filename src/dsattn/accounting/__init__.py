@@ -1,12 +1,13 @@
 """What is computed and what is kept: counted once, by structure, before anything runs.
 
 work.py: FLOPs and bytes of one operation.   weights.py: layers, weights, parameters.
-model.py: the work of a layer and a model.
+model.py: the work of a layer and a model.   megatron.py: FLOPs as Megatron Core counts them, for comparison.
 memory.py: what a layer keeps for its backward, of the tensors in kept.py.
 place.py: what a rank of a parallel run holds.   plan.py: its memory at the fullest moment, with scratch.py's kernels.
 traffic.py: what its collectives move.
 """
 
+from dsattn.accounting.megatron import megatron_flops
 from dsattn.accounting.memory import layer_memory, model_memory, weight_copies
 from dsattn.accounting.model import layer_parts, layer_work, model_parts, model_work
 from dsattn.accounting.place import Place, Weights, layer_weights, learning, place
@@ -72,6 +73,7 @@ __all__ = [
     "layers_kept",
     "learning",
     "linear_work",
+    "megatron_flops",
     "memory_plan",
     "mlp_matrices",
     "model_memory",

@@ -140,12 +140,12 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
     indexers = [layer.role for layer in layers].count("selects")
     taps = 0 if config.kda is None else 3 * config.kda.width * config.kda.conv_size
     linear = [layer.kind for layer in layers].count("linear")
-    routed = 0 if config.moe is None else config.moe.experts * _size(expert_matrices(config))
+    routed = 0 if config.moe is None else config.moe.experts * size(expert_matrices(config))
     return {
         "embedding": config.vocab_size * hidden,
-        "attention": sum(_size(attention_matrices(config, layer.kind)) for layer in layers) + linear * taps,
-        "indexer": indexers * (_size(indexer_matrices(config)) + places),
-        "mlp": sum(_size(mlp_matrices(config, experts=one.experts)) + one.experts * routed for one in layers),
+        "attention": sum(size(attention_matrices(config, layer.kind)) for layer in layers) + linear * taps,
+        "indexer": indexers * (size(indexer_matrices(config)) + places),
+        "mlp": sum(size(mlp_matrices(config, experts=one.experts)) + one.experts * routed for one in layers),
         "mtp": ahead * 2 * hidden * hidden,
         "norms": sum(layer_vectors(config, layer.kind) for layer in layers)
         + (1 + 3 * ahead) * hidden
@@ -177,5 +177,6 @@ def owning_layers(config: ModelConfig) -> list[Layer]:
     ]
 
 
-def _size(matrices: Iterable[Matrix]) -> int:
+def size(matrices: Iterable[Matrix]) -> int:
+    """Parameters of all of them."""
     return sum(matrix.inputs * matrix.outputs for matrix in matrices)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from dsattn.accounting import MemoryPlan, memory_plan, model_parts, model_work, parameter_counts
+from dsattn.accounting import MemoryPlan, megatron_flops, memory_plan, model_parts, model_work, parameter_counts
 from dsattn.accounting.memory import Dtype
 from dsattn.cli.arguments import UsageError, parse, pick, recipe_list
 from dsattn.cli.lengths import cost_table, costs, picture
@@ -51,7 +51,10 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Print parameters, work by part and mode, memory of a rank, and the cost of a token by document length."""
+    """Print parameters, work by part and mode, memory of a rank, and the cost of a token by document length.
+
+    Beside our count of a step stands that of Megatron Core's formula, where it knows the model.
+    """
     if arguments and arguments[0] in ("-h", "--help"):
         print(_help())
         return 0
@@ -60,6 +63,8 @@ def run(arguments: list[str]) -> int:
     name, default = _subject(arguments[0])
     description = "Count parameters, FLOPs of one training step (forward and backward) over one pack, and memory."
     options = parse(Options, arguments[1:], prog=f"dsattn flops {name}", description=description, default=default)
+    if options.lengths and (options.tokens, options.documents) != (default.tokens, default.documents):
+        raise UsageError("--lengths says how many tokens and documents there are: leave out --tokens and --documents")
     found = _count(name, options)
     if options.plot is not None:
         if "by_length" not in found:
@@ -139,6 +144,11 @@ def _count(name: str, options: Options) -> dict[str, Any]:
         "modes": {mode: model_work(options.model, lengths, mode).flops for mode in get_args(Mode)},
     }
     try:
+        counted = [mode for mode in get_args(Mode) if mode != "warmup"]
+        found["megatron"] = {mode: megatron_flops(options.model, lengths, mode) for mode in counted}
+    except InputError as error:
+        found["no_megatron"] = str(error)
+    try:
         plans = _plans(options, sum(lengths))
         found["memory"] = [{"parts": plan.parts, "peak": plan.peak, "moment": plan.moment} for plan in plans]
     except InputError as error:
@@ -166,8 +176,13 @@ def _tables(name: str, options: Options, found: dict[str, Any]) -> str:
     ]
     parts.append(["all", "", "", amount(total.flops, "FLOP"), share(1.0), amount(total.bytes, "B")])
     tokens, dense = found["tokens"], found["modes"]["dense"]
+    theirs = found.get("megatron", {})
     modes = [
-        [mode, amount(flops, "FLOP"), amount(flops / tokens, "FLOP"), f"{flops / dense:.3f}"]
+        [
+            mode,
+            *(amount(flops, "FLOP"), amount(flops / tokens, "FLOP"), f"{flops / dense:.3f}"),
+            amount(theirs[mode], "FLOP") if mode in theirs else "-",
+        ]
         for mode, flops in found["modes"].items()
     ]
     pack = f"{tokens:,} tokens in {len(lengths)} document{'s' if len(lengths) > 1 else ''}"
@@ -176,7 +191,7 @@ def _tables(name: str, options: Options, found: dict[str, Any]) -> str:
             f"{name}: {sum(parameters.values()):,} parameters ({counts})",
             f"one training step over {pack}, mode {options.mode}, matrix products only:",
             table(["part", "forward", "backward", "both", "share", "moved at least"], parts),
-            table(["mode", "one step", "per token", "of dense"], modes),
+            table(["mode", "one step", "per token", "of dense", "by Megatron's formula"], modes),
             _memory(options, found),
             f"a token by document length:\n{cost_table(found['by_length'])}"
             if "by_length" in found
