@@ -4,6 +4,7 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
+from torch.nn.functional import gelu
 
 from dsattn.errors import ConfigError, InputError
 from dsattn.integrations.megatron_model import from_megatron, parallel_from_megatron
@@ -63,10 +64,23 @@ def test_a_model_of_flags() -> None:
 def test_fields_that_are_left_out_are_megatrons() -> None:
     model = from_megatron(SMALL)
     assert model.moe is None
+    assert from_megatron({**SMALL, "vocab_size": 1000}).vocab_size == 1024, "a checkpoint has the padded rows"
     assert model.attention.rope.factor == 40
     assert (model.attention.q_lora_rank, model.dsa.indexer.query_from) == (512, "q_latent")
     assert from_megatron({**SMALL, "q_lora_rank": None}).dsa.indexer.query_from == "hidden"
     assert from_megatron({**SMALL, "attention_output_gate": True}).attention.output_gate == "elementwise"
+
+
+def test_fields_of_later_versions() -> None:
+    pools = {"dsa_indexer_kpool": 4, "dsa_indexer_kpool_always_select_tail": False}
+    indexer = from_megatron({**SMALL, **pools, "dsa_indexer_kpool_use_quantization": True}).dsa.indexer
+    assert (indexer.pool_size, indexer.pool_tail, indexer.pool_e4m3, indexer.hadamard) == (4, False, True, False)
+    depths = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
+    shared = from_megatron({**SMALL, **depths, "mtp_repeated_layer_shared_components": ["latent_kv"]}).mtp
+    assert shared.shared_components == ("latent_kv",)
+    assert from_megatron({**SMALL, "dsa_indexer_precision": "mxfp8"}).dsa.precision == "mxfp8"
+    plain = from_megatron(SMALL)
+    assert (plain.dsa.indexer.pool_size, plain.dsa.indexer.pool_tail, plain.dsa.precision) == (1, True, "bf16")
 
 
 def test_a_hybrid_pattern_counts_symbols() -> None:
@@ -83,6 +97,15 @@ def test_a_hybrid_pattern_counts_symbols() -> None:
         ({"qk_layernorm": False}, "qk_layernorm"),
         ({"normalization": "LayerNorm"}, "normalization"),
         ({"qk_clip": True}, "qk_clip"),
+        ({"hidden_dropout": 0.1}, "hidden_dropout"),
+        ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma"),
+        ({"apply_layernorm_1p": True}, "layernorm_zero_centered_gamma"),
+        ({"activation_func": gelu}, "activation_func=gelu"),
+        ({"multi_latent_attention": False}, "multi_latent_attention"),
+        ({"experimental_attention_variant": "gated_delta_net"}, "experimental_attention_variant"),
+        ({"position_embedding_type": "learned_absolute"}, "position_embedding_type"),
+        ({"dsa_indexer_hf_scoring": True}, "dsa_indexer_hf_scoring"),
+        ({**EXPERTS, "moe_latent_size": 32}, "moe_latent_size"),
         ({"attention_output_gate": True, "gated_attention_proj_granularity": "x"}, "gated_attention_proj_granularity"),
         ({**EXPERTS, "moe_router_score_function": "softmax"}, "moe_router_score_function"),
         ({**EXPERTS, "moe_router_group_topk": 2}, "moe_router_group_topk"),

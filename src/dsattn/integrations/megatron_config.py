@@ -39,7 +39,7 @@ ALIASES = {
     "layernorm_epsilon": "norm_epsilon",
     "num_moe_experts": "num_experts",
     "gated_linear_unit": "swiglu",
-    "vocab_size": "padded_vocab_size",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }
 """Field of a config -> its name among Megatron's command-line arguments."""
 
@@ -92,6 +92,9 @@ def check_config(config: Any, *, whole: bool = False) -> None:
     """
     fields = Fields(config)
     problems = list(layer_problems(fields))
+    for name, (off, why) in _ONLY_OURS.items():
+        if (value := getattr(fields, name) or off) != off:
+            problems.append(f"{name}={value!r} is not supported in Megatron's layers; set {off!r}{why}")
     if not whole:
         for name, why in _WHOLE.items():
             if getattr(fields, name):
@@ -99,6 +102,23 @@ def check_config(config: Any, *, whole: bool = False) -> None:
     if problems:
         raise ConfigError(problems)
 
+
+_ONLY_OURS = {
+    "dsa_indexer_kpool": (1, ""),
+    "dsa_indexer_precision": ("bf16", ". Options(precision=...) has ours"),
+    "mtp_repeated_layer_shared_components": (None, ""),
+}
+"""Fields of versions after 0.19 that `from_megatron` reads, and no layer: the value that is off, and what to do."""
+
+_READ = {
+    *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_topk_freq"),
+    *("dsa_indexer_skip_topk_offset", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "dsa_kernel_backend"),
+    *("dsa_indexer_rope_interleaved", "dsa_indexer_rotate_activation", "dsa_indexer_scoring_relu"),
+    *("dsa_indexer_k_norm_epsilon", "dsa_indexer_k_norm_fp32", "dsa_indexer_qk_proj_use_quantization"),
+    *("dsa_indexer_kpool", "dsa_indexer_kpool_always_select_tail", "dsa_indexer_kpool_use_quantization"),
+    *("dsa_indexer_precision", "dsa_indexer_reuse_checkpoint_topk"),
+}
+"""Of Megatron's `dsa_` fields those whose meaning is known here; any other one is refused where it is set."""
 
 _WHOLE = {
     "attention_output_gate": "Megatron's absorbed MLA has no gate",
@@ -108,6 +128,11 @@ _WHOLE = {
 
 def layer_problems(fields: Fields) -> Iterator[str]:
     """Yield a sentence for each field that no attention layer of ours honours."""
+    if (variant := fields.experimental_attention_variant or "dsa") != "dsa":
+        yield f"experimental_attention_variant={variant!r} must be 'dsa'"
+    for name, value in fields.held.items():
+        if name.startswith("dsa_") and name not in _READ and value not in (None, False):
+            yield f"{name}={value!r} is not known here; leave it out, or set None or False"
     for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
         if (getattr(fields, name) or 0) < 1:
             yield f"{name}={getattr(fields, name)} must be a positive number"
@@ -132,15 +157,12 @@ def layer_problems(fields: Fields) -> Iterator[str]:
         "flash_decode": "it is for inference",
         "batch_invariant_mode": "it names FlashAttention's kernels; set deterministic_mode",
         "attention_dropout": "sparse attention drops nothing (Megatron's does not either, and says nothing)",
-        "dsa_indexer_kpool_use_quantization": "pools are scored in the activations' dtype",
     }
     for name, why in unwanted.items():
         if getattr(fields, name):
             yield f"{name}={getattr(fields, name)!r} is not supported: {why}; turn it off"
     if (backend := fields.dsa_kernel_backend or "none") != "none":
         yield f"dsa_kernel_backend={backend!r} names Megatron's kernels; set 'none'. Options(backend=...) names ours"
-    if (pool := fields.dsa_indexer_kpool_size or 1) != 1:
-        yield f"dsa_indexer_kpool_size={pool} is not supported in Megatron's layers; set 1"
     if fields.dsa_indexer_qk_proj_use_quantization is False and (fields.fp8 or fields.fp4):
         yield (
             "dsa_indexer_qk_proj_use_quantization=False is not supported with fp8 or fp4: the indexer's projections "

@@ -24,13 +24,21 @@ def from_megatron(args: Any, *, hybrid: bool = False) -> ModelConfig:
         raise ConfigError(problems)
     layers = fields.num_layers // 2 if hybrid else fields.num_layers
     return ModelConfig(
-        vocab_size=fields.vocab_size,
+        vocab_size=fields.padded_vocab_size or fields.vocab_size,
         hidden_size=fields.hidden_size,
         num_layers=layers,
         intermediate_size=fields.ffn_hidden_size,
         attention=_attention(fields),
-        dsa=DSAConfig(indexer=_indexer(fields), **sharing_from_megatron(fields.held, hybrid=hybrid)),
-        mtp=MTPConfig(depths=fields.mtp_num_layers or 0, repeated=bool(fields.mtp_use_repeated_layer)),
+        dsa=DSAConfig(
+            indexer=_indexer(fields),
+            precision=fields.dsa_indexer_precision or "bf16",
+            **sharing_from_megatron(fields.held, hybrid=hybrid),
+        ),
+        mtp=MTPConfig(
+            depths=fields.mtp_num_layers or 0,
+            repeated=bool(fields.mtp_use_repeated_layer),
+            shared_components=tuple(fields.mtp_repeated_layer_shared_components or ()) or None,
+        ),
         moe=_moe(fields, layers),
         norm_eps=fields.layernorm_epsilon,
         tie_embeddings=fields.untie_embeddings_and_output_weights is False,
@@ -64,9 +72,20 @@ _DEGREES = ("tensor_model", "pipeline_model", "context")
 
 
 def _model_problems(fields: Fields) -> Iterator[str]:
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size"):
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"):
         if getattr(fields, name) is None:
-            yield f"{name} is missing" + (": give padded_vocab_size or vocab_size" if name == "vocab_size" else "")
+            yield f"{name} is missing"
+    if fields.padded_vocab_size is None and fields.vocab_size is None:
+        yield "vocab_size is missing: give padded_vocab_size or vocab_size"
+    for name, why in _UNKNOWN.items():
+        if getattr(fields, name):
+            yield f"{name}={getattr(fields, name)!r} is not supported: {why}; turn it off"
+    if fields.multi_latent_attention is False:
+        yield "multi_latent_attention=False must be True: other attention has no name in Megatron's DSA"
+    if (activation := getattr(fields.activation_func, "__name__", "silu")) != "silu":
+        yield f"activation_func={activation} must be silu (--swiglu)"
+    if (places := fields.position_embedding_type or "rope") not in ("rope", "yarn", "none"):
+        yield f"position_embedding_type={places!r} must be 'rope': MLA rotates, nothing is added to the embedding"
     if fields.normalization != "RMSNorm":
         yield f"normalization={fields.normalization!r} must be 'RMSNorm'"
     if not fields.gated_linear_unit:
@@ -96,6 +115,24 @@ def _model_problems(fields: Fields) -> Iterator[str]:
 
 
 _GATES = ("elementwise", "headwise")
+_UNKNOWN = {
+    "hidden_dropout": "nothing is dropped",
+    "layernorm_zero_centered_gamma": "norms multiply by their weight as it is",
+    "apply_residual_connection_post_layernorm": "the residual stream is not normalised",
+    "activation_func_clamp_value": "SwiGLU is not clamped",
+    "glu_linear_offset": "SwiGLU has no offset",
+    "use_mup": "widths scale nothing",
+    "heterogeneous_block_specs": "layers differ in attention and experts alone",
+    "mtp_detach_heads": "the depths teach the decoder, too",
+    "mtp_hsm": "each depth has one loss",
+    "mtp_hybrid_override_pattern": "a depth's layer is of the decoder's last type",
+    "moe_shared_expert_gate": "shared experts have no gate",
+    "moe_latent_size": "experts read the hidden states",
+    "moe_expert_capacity_factor": "no token is dropped",
+    "moe_apply_probs_on_input": "experts' outputs are weighted",
+    "moe_input_jitter_eps": "the router reads the hidden states as they are",
+}
+"""Fields that make another model, each with what this one does."""
 
 
 def _attention(fields: Fields) -> MLAConfig:
@@ -117,6 +154,7 @@ def _attention(fields: Fields) -> MLAConfig:
 
 def _indexer(fields: Fields) -> IndexerConfig:
     epsilon = fields.dsa_indexer_k_norm_epsilon
+    quantised = bool(fields.dsa_indexer_kpool_use_quantization)  # rotates by itself
     return IndexerConfig(
         heads=fields.dsa_indexer_n_heads,
         head_dim=fields.dsa_indexer_head_dim,
@@ -124,10 +162,13 @@ def _indexer(fields: Fields) -> IndexerConfig:
         query_from="hidden" if fields.q_lora_rank is None else "q_latent",
         rope_dim=fields.qk_pos_emb_head_dim,
         rope_interleaved=bool(fields.dsa_indexer_rope_interleaved),
-        hadamard=bool(fields.dsa_indexer_rotate_activation),
+        hadamard=bool(fields.dsa_indexer_rotate_activation) and not quantised,
         relu=bool(fields.dsa_indexer_scoring_relu),
         k_norm_eps=fields.layernorm_epsilon if epsilon is None else epsilon,
         k_norm_fp32=bool(fields.dsa_indexer_k_norm_fp32),
+        pool_size=fields.dsa_indexer_kpool or 1,
+        pool_tail=fields.dsa_indexer_kpool_always_select_tail is not False,
+        pool_e4m3=quantised,
     )
 
 
