@@ -212,13 +212,14 @@ BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
     (DataConfig, {"held_out": 1.0}, "held_out=1.0 must be in [0, 1)"),
     (DataConfig, {"held_out": NAN}, "held_out=nan must be in [0, 1)"),
     (StageConfig, {"mode": "fast"}, "mode='fast' must be one of dense, warmup, sparse, frozen"),
-    (StageConfig, {"steps": 0}, "steps=0 must be at least 1"),
+    (StageConfig, {"steps": -1}, "steps=-1 must be at least 0"),
     (StageConfig, {"lr": 0.0}, "lr=0.0 must be positive"),
     (StageConfig, {"lr_warmup": -1}, "lr_warmup=-1 must be at least 0"),
     (StageConfig, {"lr_final": 1.5}, "lr_final=1.5 must be in [0, 1]"),
     (StageConfig, {"kl_weight": 0.0}, "kl_weight=0.0 must be positive"),
     (StageConfig, {"mtp_weight": 0.0}, "mtp_weight=0.0 must be positive"),
-    (TrainConfig, {"stages": ()}, "stages is empty"),
+    (TrainConfig, {"stages": ()}, "stages has no steps"),
+    (TrainConfig, {"stages": (StageConfig(steps=0),)}, "stages has no steps"),
     *[
         (TrainConfig, {name: 0}, f"{name}=0 must be at least 1")
         for name in ("packs_per_micro_batch", "log_every", "eval_every", "eval_packs", "save_every", "keep_checkpoints")
@@ -426,7 +427,7 @@ def test_all_problems_at_once_with_dotted_names() -> None:
                 attention=MLAConfig(heads=0, rope=RopeConfig(base=0.5)),
                 dsa=DSAConfig(share_every=0, indexer=IndexerConfig(top_k=0)),
             ),
-            train=TrainConfig(stages=(StageConfig(), StageConfig(steps=0, lr=-1.0))),
+            train=TrainConfig(stages=(StageConfig(), StageConfig(steps=-1, lr=-1.0))),
             parallel=ParallelConfig(tp=0),
         )
     with pytest.raises(ConfigError) as caught:

@@ -734,7 +734,7 @@ class StageConfig(Checked):
     mode: Mode = "sparse"
     """`dense` (no indexer), `warmup` (only the indexer learns), `sparse` (both learn), `frozen` (indexer fixed)."""
     steps: int = 100
-    """Optimiser steps."""
+    """Optimiser steps; 0 leaves the stage out."""
     lr: float = 1e-3
     """Peak learning rate."""
     lr_warmup: int = 0
@@ -754,8 +754,7 @@ class StageConfig(Checked):
 
     def problems(self) -> Iterator[str]:
         yield from self._one_of("mode", "dense", "warmup", "sparse", "frozen")
-        yield from self._at_least(1, "steps")
-        yield from self._at_least(0, "lr_warmup")
+        yield from self._at_least(0, "steps", "lr_warmup")
         if self.packs_per_step is not None:
             yield from self._at_least(1, "packs_per_step")
         yield from self._above_zero("lr", "kl_weight", "mtp_weight")
@@ -828,8 +827,8 @@ class TrainConfig(Checked):
         yield from self._one_of("resume", "auto", "never", "must")
         if not self.run_dir:
             yield "run_dir='' must name a folder"
-        if not self.stages:
-            yield "stages is empty; give at least one stage"
+        if not any(stage.steps for stage in self.stages):
+            yield "stages has no steps; give at least one stage some"
         for name, packs in self.batches.items():
             if packs % max(self.packs_per_micro_batch, 1):
                 yield f"{name}={packs} must be a multiple of packs_per_micro_batch={self.packs_per_micro_batch}"

@@ -94,6 +94,18 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_stages_without_steps_are_left_out(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also at the ends of a run, and where it is resumed."""
+    left, one = (StageConfig(mode="dense", steps=0), StageConfig(mode="frozen", steps=0)), StageConfig(steps=1)
+    config = _config(tmp_path / "left", text, stages=(left[0], one, left[1]))
+    for _ in range(2):
+        summary = train(config, recipe="test")
+        assert [stage["mode"] for stage in summary["stages"]] == ["sparse"]
+    assert "frozen" not in capsys.readouterr().out
+    train(_config(tmp_path / "alone", text, stages=(one,)), recipe="test", console=False)
+    assert _same(_weights(tmp_path / "left"), _weights(tmp_path / "alone"))
+
+
 def test_a_chain_of_stages_leaves_everything_behind(whole: Path) -> None:
     run_dir, summary = whole, json.loads((whole / "summary.json").read_text())
     assert summary["finished"]

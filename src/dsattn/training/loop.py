@@ -106,7 +106,7 @@ class Trainer:
             with contextlib.closing(self.metrics):
                 first = 0
                 for index, stage in enumerate(self.config.train.stages):
-                    if index >= begin and not self._stops():
+                    if stage.steps and index >= begin and not self._stops():
                         self._run_stage(index, stage, first, resuming=index == begin and self.resumed_from is not None)
                     first += stage.steps
             self._finish_saving()
