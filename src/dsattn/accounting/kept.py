@@ -26,7 +26,7 @@ class Kept:
 
     config: of what this rank holds: its heads, its part of the inner width. keys: rows of keys for each of its own.
     shards: 1 / the part of its rows in the stream. indexer_shards: 1 / the part that its indexer works on.
-    moved: whether rows travel to their experts.
+    moved: whether rows travel to their experts. reuse: whether a replay takes what the first pass selected.
     """
 
     config: ModelConfig
@@ -39,6 +39,7 @@ class Kept:
     shards: int = 1
     indexer_shards: int = 1
     moved: bool = False
+    reuse: bool = True
 
     @property
     def backbone_learns(self) -> bool:
@@ -83,7 +84,11 @@ class Kept:
     def to_run_again(self, *, whole: bool) -> dict[str, int]:
         """By part, where the layer runs again: the whole of it, or all but the projections out of hidden states."""
         entered = self._shard(self.stream * self.config.hidden_size) if self.runs_again else 0
-        parts = {"residual stream": entered, "selection": self.selection(), "indexer loss": self.loss_found()}
+        parts = {"residual stream": entered}
+        if self.reuse or self.config.dsa.shares:  # layers that share it have it from here
+            parts["selection"] = self.selection()
+        if self.reuse:
+            parts["indexer loss"] = self.loss_found()
         if self.layer.experts and self.backbone_learns and self.config.moe is not None:
             parts["experts"] = self._shard(4 * self.config.moe.experts_per_token)  # which ones
         if whole or not self.backbone_learns:

@@ -70,9 +70,10 @@ def layers_kept(here: Place, run: RunConfig, mode: Mode, *, fused_norms: bool = 
     """One entry for each layer, or depth of multi-token prediction, that runs on this rank."""
     size = 2 if run.train.dtype == "bfloat16" else FP32
     shape = (here.keys // max(here.rows, 1), here.stream_shards, here.indexer_shards, here.parallel.ep > 1)
+    reuse = run.train.recompute_reuse_selection
     decoder = sum(len(chunk.layers) for chunk in here.chunks)
     return [
-        Kept(here.model, layer, mode, size, FP32 if number < decoder else size, fused_norms, *shape)
+        Kept(here.model, layer, mode, size, FP32 if number < decoder else size, fused_norms, *shape, reuse)
         for number, layer in enumerate(here.runs)
     ]
 
@@ -173,8 +174,9 @@ def _attention_again(one: Kept) -> int:
     """Bytes a row that selective recompute makes again of attention; norms read what is kept in the same dtype."""
     if not one.backbone_learns:
         return 0
-    again = sum(one.of_attention().values()) + one.indexer()
     kept = one.to_run_again(whole=False)
+    again = sum(one.of_attention().values()) + one.indexer() + one.selection() + one.loss_found()
+    again -= kept.get("selection", 0) + kept.get("indexer loss", 0)
     return (
         again
         - one.stream * one.config.hidden_size // one.shards

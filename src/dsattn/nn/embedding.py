@@ -1,5 +1,6 @@
 """Token embedding."""
 
+import torch
 from torch import Tensor, nn
 
 from dsattn.ops.rows import take_rows
@@ -16,5 +17,11 @@ class Embedding(nn.Embedding):
         self.deterministic = deterministic
 
     def forward(self, input: Tensor) -> Tensor:
-        """[T] int64 -> [T, embedding_dim]."""
-        return take_rows(self.weight, input, deterministic=self.deterministic)
+        """[T] int64 -> [T, embedding_dim], under autocast in fp32, whatever weights FSDP2 has gathered.
+
+        All layers add to these rows: in bf16 their sum would depend on the mesh, and on few bits.
+        """
+        rows = take_rows(self.weight, input, deterministic=self.deterministic)
+        if torch.is_autocast_enabled(rows.device.type):
+            return rows.to(torch.promote_types(rows.dtype, torch.float32))
+        return rows
