@@ -45,6 +45,8 @@ def test_megatrons_count_stands_beside_ours(capsys):
     }
     pooled = ("--mode", "frozen", "--model.dsa.indexer.pool-size", "4")
     assert "dsa.indexer.pool_size=4 must be 1" in count(capsys, "tiny", *pooled)["no_megatron"]
+    assert main(["flops", "tiny", *pooled]) == 0
+    assert "dsa.indexer.pool_size=4 must be 1" in capsys.readouterr().out
 
 
 def test_memory_is_that_of_each_stage(capsys):
@@ -74,6 +76,9 @@ def test_dense_ones_get_indexers(tmp_path, capsys):
         assert main(["flops", str(tmp_path)]) == 2
         assert "is no Hugging Face configuration" in capsys.readouterr().err
     assert main(["flops", str(tmp_path / "gone.json")]) == 2
+    (tmp_path / "config.json").write_text("[]")
+    assert main(["flops", str(tmp_path)]) == 2
+    assert "it must hold one JSON object" in capsys.readouterr().err
 
 
 def test_a_plot_is_written(tmp_path, capsys):

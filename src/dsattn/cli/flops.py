@@ -191,7 +191,8 @@ def _tables(name: str, options: Options, found: dict[str, Any]) -> str:
             f"{name}: {sum(parameters.values()):,} parameters ({counts})",
             f"one training step over {pack}, mode {options.mode}, matrix products only:",
             table(["part", "forward", "backward", "both", "share", "moved at least"], parts),
-            table(["mode", "one step", "per token", "of dense", "by Megatron's formula"], modes),
+            table(["mode", "one step", "per token", "of dense", "by Megatron's formula"], modes)
+            + (f"\n{found['no_megatron']}" if "no_megatron" in found else ""),
             _memory(options, found),
             f"a token by document length:\n{cost_table(found['by_length'])}"
             if "by_length" in found
