@@ -8,7 +8,7 @@ from dsattn.training import consensus
 
 def test_one_process_decides_alone() -> None:
     assert (consensus.size(), consensus.rank()) == (1, 0)
-    assert consensus.total([1, 2]) == [1, 2]
+    assert consensus.most([1, 2]) == [1, 2]
     assert consensus.everyone("a") == ["a"]
     assert consensus.together(lambda: 3) == consensus.on_first(lambda: 3) == 3
 

@@ -7,6 +7,7 @@ import pytest
 
 from dsattn.config import DataConfig
 from dsattn.errors import DataError
+from dsattn.training import consensus
 from dsattn.training.data import PackStream, held_out_packs
 from dsattn.training.feed import Feed, held_out
 from dsattn.training.text import BadDocument
@@ -64,6 +65,30 @@ def test_a_stop_reads_nothing(tmp_path: Path) -> None:
     feed = Feed(stream(tmp_path, GOOD), skips=False, say=print)
     assert feed.take(2, stop=True) is None
     assert tokens(feed, 1) == tokens(Feed(stream(tmp_path, GOOD), skips=False, say=print), 1)
+
+
+@pytest.mark.parametrize("change", [0, 1, -1])
+def test_ranks_that_read_different_text_are_found_by_one_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: int
+) -> None:
+    """Another rank's checksum is larger, or smaller, by `change`."""
+    asked: list[int] = []
+
+    def with_another(values: list[int]) -> list[int]:
+        asked.append(len(values))
+        another = [*values]
+        another[4] += change  # the checksum, and the same negated
+        another[7] -= change
+        return [max(pair) for pair in zip(values, another, strict=True)]
+
+    monkeypatch.setattr(consensus, "most", with_another)
+    feed = Feed(stream(tmp_path, GOOD), skips=False, say=print)
+    if change:
+        with pytest.raises(DataError, match="ranks read different text"):
+            feed.take(2)
+    else:
+        assert feed.take(2) is not None
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("skips", [True, False])

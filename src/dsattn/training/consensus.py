@@ -24,13 +24,13 @@ def rank() -> int:
     return dist.get_rank() if size() > 1 else 0
 
 
-def total(values: Sequence[int]) -> list[int]:
-    """The sums over all ranks, in one all-reduce."""
+def most(values: Sequence[int]) -> list[int]:
+    """The largest of each over all ranks, in one all-reduce."""
     if size() == 1:
         return list(values)
-    sums = torch.tensor(values, dtype=torch.int64)
-    dist.all_reduce(sums)
-    return sums.tolist()
+    largest = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()
 
 
 def everyone(value: T) -> list[T]:
@@ -54,7 +54,7 @@ def together(make: Callable[[], T]) -> T:
         if error is not None:
             raise error
         return value
-    if total([error is not None])[0]:
+    if most([error is not None])[0]:
         _raise_first(error)
     return value
 

@@ -37,7 +37,7 @@ class Feed:
             except DataError as error:
                 met = error
             read = _numbers(packs)
-            stops, fails, *sums = consensus.total([stop, met is not None, *read])
+            stops, fails, *largest = consensus.most([stop, met is not None, *read, *(-one for one in read)])
             if stops:
                 self.stream.load_state_dict(before)
                 return None
@@ -45,8 +45,11 @@ class Feed:
                 bad = self._all_bad(met)
                 self.stream.pass_over(bad, before)
                 continue
-            alike = all(sum_ == consensus.size() * own for sum_, own in zip(sums, read, strict=True))
-            consensus.together(lambda alike=alike: self._require(alike))
+            if largest[: len(read)] != [-one for one in largest[len(read) :]]:  # the largest is not the smallest
+                raise DataError(
+                    f"ranks read different text from data.source={self.stream.config.source!r}; every rank must see "
+                    "the same files with the same content"
+                )
             return packs
 
     def _all_bad(self, met: DataError | None) -> list[tuple[str, int]]:
@@ -63,13 +66,6 @@ class Feed:
         for *_, why in sorted(found):
             self.say(f"passed over: {why}")
         return [(name, record) for name, record, _ in found]
-
-    def _require(self, alike: bool) -> None:
-        if not alike:
-            raise DataError(
-                f"ranks read different text from data.source={self.stream.config.source!r}; every rank must see the "
-                "same files with the same content"
-            )
 
 
 def held_out(config: DataConfig, tokenizer: Tokenizer, count: int) -> list[Pack]:
