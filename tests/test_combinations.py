@@ -248,7 +248,8 @@ class Plainest:
             torch.stack(losses).sum().backward()
             lm += first.item()
             mtp = [total + one.item() for total, one in zip(mtp, further, strict=True)]
-        return Losses(lm, dict(kls), rows, tuple(mtp), balance if loads else None, dict(loads))
+        pairs = sum(row + 1 for length in pack.layout.lengths for row in range(length))
+        return Losses(lm, dict(kls), rows, tuple(mtp), balance if loads else None, dict(loads), (pairs,))
 
     def loss(self, hidden: Tensor, tokens: Tensor, ahead: int) -> Tensor:
         """Summed over the rows whose token `ahead` is in the document."""

@@ -121,6 +121,14 @@ def test_kl_is_reported_by_layer_and_weighs_the_gradient_only() -> None:
     assert _gradients("dense", 8)[0].kl_mean is None
 
 
+def test_pairs_say_how_uneven_ranks_are() -> None:
+    losses, _ = _gradients("sparse", 8)
+    assert losses.pairs == (sum(n * (n + 1) // 2 for lengths in LENGTHS for n in lengths),)
+    assert losses.rank_imbalance is None
+    assert dataclasses.replace(losses, pairs=(30, 10, 20)).rank_imbalance == 0.5
+    assert dataclasses.replace(losses, pairs=(0, 0)).rank_imbalance == 0.0
+
+
 def test_mtp_weighs_the_mean_of_its_depths() -> None:
     """The gradient is linear in the weight, and that of the losses written out."""
     (once, first), (_, second), (_, third) = (

@@ -13,7 +13,7 @@ Letters: T rows, M model width, N depths of multi-token prediction, E experts.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +111,33 @@ class Share:
     kl: Mapping[int, Tensor] = field(default_factory=dict)
     balance: Tensor | None = None
     loads: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def values(self) -> "Values":
+        """What is there, flat."""
+        single = {"lm": self.lm, "mtp": self.mtp, "balance": self.balance}
+        by_layer = {"kl": self.kl, "loads": self.loads}
+        return {(name, 0): value for name, value in single.items() if value is not None} | {
+            (name, layer): value for name, values in by_layer.items() for layer, value in values.items()
+        }
+
+    @classmethod
+    def of(cls, values: "Values") -> "Share":
+        """The inverse of `values`."""
+        kl, loads = ({key[1]: value for key, value in values.items() if key[0] == name} for name in ("kl", "loads"))
+        return cls(values.get(("lm", 0)), values.get(("mtp", 0)), kl, values.get(("balance", 0)), loads)
+
+    @classmethod
+    def total(cls, shares: Iterable["Share"]) -> "Share":
+        """Their sum; what no share has is missing."""
+        given: dict[tuple[str, int], list[Tensor]] = {}
+        for share in shares:
+            for key, value in share.values().items():
+                given.setdefault(key, []).append(value)
+        return cls.of({key: torch.stack(values).sum(0) for key, values in given.items()})
+
+
+Values = Mapping[tuple[str, int], Tensor]
+"""By (field of `Share`, layer; 0 where it has none)."""
 
 
 @dataclass(frozen=True, eq=False)

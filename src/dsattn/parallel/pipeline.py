@@ -13,7 +13,7 @@ the first one. Their gradients are summed over these stages after each step, so 
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,7 +128,7 @@ class Pipeline:
                 raise
             if learns:
                 self._copies.sum_gradients()
-        mine = _total([share for task in tasks for share in task.shares])
+        mine = Share.total(share for task in tasks for share in task.shares)
         return _all_reduced(mine, self.config, self._group, self.mesh.device)
 
     def _prepared(self, count: int, rows: int, with_mtp: bool, learns: bool) -> "_Prepared":
@@ -187,43 +187,13 @@ def _given_loss(loss: Tensor, target: None) -> Tensor:
     return loss
 
 
-Values = dict[tuple[str, int], Tensor]  # by (field of Share, layer, or 0 where it has none)
-
-
-def _values(share: Share) -> Values:
-    single = {"lm": share.lm, "mtp": share.mtp, "balance": share.balance}
-    by_layer = {"kl": share.kl, "loads": share.loads}
-    return {(name, 0): value for name, value in single.items() if value is not None} | {
-        (name, layer): value for name, values in by_layer.items() for layer, value in values.items()
-    }
-
-
-def _share(values: Values) -> Share:
-    by_layer = {
-        wanted: {layer: value for (name, layer), value in values.items() if name == wanted}
-        for wanted in ("kl", "loads")
-    }
-    return Share(
-        values.get(("lm", 0)), values.get(("mtp", 0)), by_layer["kl"], values.get(("balance", 0)), by_layer["loads"]
-    )
-
-
-def _total(shares: Iterable[Share]) -> Share:
-    """Sums, by layer; what no share has is missing."""
-    values: Values = {}
-    for share in shares:
-        for name, value in _values(share).items():
-            values[name] = values[name] + value if name in values else value
-    return _share(values)
-
-
 def _all_reduced(share: Share, config: ModelConfig, group: dist.ProcessGroup, device: torch.device) -> Share:
     """The sum of all ranks' shares, on every rank, in one all-reduce."""
     places = config.num_layers + config.mtp.depths
     experts = 0 if config.moe is None else config.moe.experts
     widths = {("lm", 0): 1, ("balance", 0): 1, ("mtp", 0): config.mtp.depths}
     widths |= {("kl", layer): 1 for layer in range(places)} | {("loads", layer): experts for layer in range(places)}
-    mine = _values(share)
+    mine = share.values()
     there = torch.tensor([float(name in mine) for name in widths], dtype=torch.float64)
     parts = [
         mine[name].double().reshape(-1) if name in mine else torch.zeros(width, dtype=torch.float64, device=device)
@@ -237,7 +207,7 @@ def _all_reduced(share: Share, config: ModelConfig, group: dist.ProcessGroup, de
         for name, part, held in zip(widths, parts, present.tolist(), strict=True)
         if held
     }
-    return _share({name: value.round().long() if name[0] == "loads" else value for name, value in values.items()})
+    return Share.of({name: value.round().long() if name[0] == "loads" else value for name, value in values.items()})
 
 
 class _Copies:

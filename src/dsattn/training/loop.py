@@ -203,6 +203,7 @@ class Trainer:
             loss = {"lm_loss": losses.lm, "mtp_losses": list(losses.mtp) or None}
             loss |= {"kl": losses.kl_mean, "kl_layers": losses.kl or None}
             loss |= {"balance_loss": losses.balance, "expert_max_violation": losses.max_violation}
+            loss |= {"rank_imbalance": losses.rank_imbalance}
             self.metrics.write({**head, **loss, **facts, "seconds": self.progress.seconds})
 
     def _evaluate(self, index: int, stage: StageConfig, done: bool) -> None:

@@ -1,13 +1,14 @@
 """What a run writes down: the lines of metrics.jsonl, the scalars of TensorBoard, and what fills them.
 
     {"kind": "train", "step", "stage", "mode", "lm_loss", "mtp_losses", "kl", "kl_layers",
-     "balance_loss", "expert_max_violation", "lr", "grad_norm", "tokens_per_second", "tflops", "mfu", "seconds"}
+     "balance_loss", "expert_max_violation", "rank_imbalance", "lr", "grad_norm", "tokens_per_second", "tflops", "mfu",
+     "seconds"}
     {"kind": "eval", "step", "stage", "mode", "lm_loss", "health", "seconds"}
 
 step: optimiser steps done, over all stages. Losses in nats: a label, or for the KL a row. mtp_losses:
 one a depth of multi-token prediction. balance_loss: of the experts, summed over layers, 1 a layer for equal loads.
-expert_max_violation: the busiest expert's load over the mean, less 1, averaged over layers. None where there is no
-value.
+expert_max_violation: the busiest expert's load over the mean, less 1, averaged over layers. rank_imbalance: the same of
+the visible pairs of rows and keys of the ranks that have rows of their own. None where there is no value.
 """
 
 import contextlib

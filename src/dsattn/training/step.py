@@ -5,15 +5,15 @@ indexers), so neither the split into micro-batches, nor that over ranks, nor pad
 """
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dsattn.config import StageConfig, TrainConfig
+from dsattn.keys import Layout
 from dsattn.model.decoder import Decoder
 from dsattn.model.stage import MicroBatch, Share
 from dsattn.nn.state import Pass
@@ -32,7 +32,8 @@ class Losses:
 
     mtp: of each depth of multi-token prediction, over the labels of `lm`; depth k lacks the last k of each document.
     balance: the experts' sequence-wise loss, summed over layers; None where it was not asked for. loads: [E] on the
-    device, tokens of each expert, by index of the layer that owns the experts.
+    device, tokens of each expert, by index of the layer that owns the experts. pairs: (row, visible key) pairs of each
+    rank that has rows of its own, of `dp_replicate`, `dp_shard` and `cp`; what scores and dense attention cost.
     """
 
     lm: float
@@ -41,6 +42,15 @@ class Losses:
     mtp: tuple[float, ...] = ()
     balance: float | None = None
     loads: dict[int, Tensor] = field(default_factory=dict)
+    pairs: tuple[int, ...] = ()
+
+    @property
+    def rank_imbalance(self) -> float | None:
+        """(most pairs of a rank - mean pairs) / mean pairs; None for one rank."""
+        if len(self.pairs) < 2:
+            return None
+        mean = sum(self.pairs) / len(self.pairs)
+        return max(self.pairs) / mean - 1 if mean else 0.0
 
     @property
     def kl_mean(self) -> float | None:
@@ -80,9 +90,9 @@ def accumulate_gradients(
         ready = [to_device(micro, device) for micro in micros]
         share = whole.pipeline.step(ready, (labels, rows), stage, train)
     else:
-        share = _total(_micro_batches(whole, micros, stage, train, (labels, rows)))
+        share = Share.total(_micro_batches(whole, micros, stage, train, (labels, rows)))
     whole.finish_gradients()
-    share = _everywhere(share, mesh)
+    share, pairs = _everywhere(share, sum(_pairs(micro.layout) for micro in micros), mesh)
     return Losses(
         lm=0.0 if share.lm is None else share.lm.item(),
         kl={layer: value.item() for layer, value in share.kl.items()},
@@ -90,6 +100,7 @@ def accumulate_gradients(
         mtp=() if share.mtp is None else tuple(share.mtp.tolist()),
         balance=None if share.balance is None else share.balance.item(),
         loads=dict(share.loads),
+        pairs=pairs,
     )
 
 
@@ -149,47 +160,28 @@ def _micro_batch(
     )
 
 
-def _total(shares: Iterable[Share]) -> Share:
-    """Of this rank's micro-batches."""
-    given = list(shares)
-    balance = [share.balance for share in given if share.balance is not None]
-    return Share(
-        lm=torch.stack([share.lm for share in given if share.lm is not None]).sum(),
-        mtp=torch.stack([share.mtp for share in given if share.mtp is not None]).sum(0),
-        kl=_by_layer([share.kl for share in given]),
-        balance=torch.stack(balance).sum() if balance else None,
-        loads=_by_layer([share.loads for share in given]),
-    )
+def _everywhere(share: Share, pairs: int, mesh: ParallelMesh) -> tuple[Share, tuple[int, ...]]:
+    """The sum of all ranks' shares, and each rank's pairs, on every rank, by one all-reduce over each way rows are cut.
 
-
-def _by_layer(parts: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:
-    """Sums over micro-batches."""
-    return {layer: torch.stack([part[layer] for part in parts]).sum(0) for layer in parts[0]}
-
-
-def _everywhere(share: Share, mesh: ParallelMesh) -> Share:
-    """The sum of all ranks' shares, on every rank. Pipeline ranks have the same share.
-
-    Ranks of tp have parts of it where sequence parallelism splits rows; without, each has all of it.
+    Pipeline ranks have the same share. Ranks of tp have parts of it where sequence parallelism splits rows; without,
+    each has all of it.
     """
     over = [mesh.group("loss"), mesh.group("tp") if mesh.config.sequence_parallel else None]
     groups = [group for group in over if group is not None]
-    single = {name: value for name in ("lm", "mtp", "balance") if (value := getattr(share, name)) is not None}
-    return Share(**_summed(single, groups), kl=_summed(share.kl, groups), loads=_summed(share.loads, groups))
-
-
-Name = TypeVar("Name", str, int)
-
-
-def _summed(values: Mapping[Name, Tensor], groups: Sequence[dist.ProcessGroup]) -> dict[Name, Tensor]:
-    """Each summed over the groups, by one all-reduce of each group; all ranks have the same names."""
-    if not values or not groups:
-        return dict(values)
-    flat = torch.cat([value.double().flatten() for value in values.values()])
+    if not groups:
+        return share, (pairs,)
+    mine = share.values()
+    each = [pairs * (rank == mesh.rank("loss")) for rank in range(mesh.size("loss"))]
+    flat = [value.double().flatten() for value in mine.values()]
+    flat = torch.cat([*flat, torch.tensor(each, dtype=torch.float64, device=mesh.device)])
     for group in groups:
         dist.all_reduce(flat, group=group)
-    pieces = flat.split([value.numel() for value in values.values()])
-    return {
-        name: piece.reshape(value.shape).to(value.dtype)
-        for (name, value), piece in zip(values.items(), pieces, strict=True)
-    }
+    *parts, found = flat.split([*(value.numel() for value in mine.values()), len(each)])
+    everywhere = Share.of(
+        {key: part.view_as(value).to(value.dtype) for (key, value), part in zip(mine.items(), parts, strict=True)}
+    )
+    return everywhere, tuple(int(one) for one in found.tolist())
+
+
+def _pairs(layout: Layout) -> int:
+    return int(layout.keys.lengths().sum(dtype=torch.int64))
