@@ -119,7 +119,8 @@ CASES = {  # (cp, tp, rows, model, mode, pack, recompute)
         (2, 2, SHARDS, "gqa", "warmup", "packed", "selective"),
         (2, 2, SHARDS, "mtp shares, so do layers, all teach", "warmup", "one document", "full"),
         (1, 4, SHARDS, "mla", "sparse", "nothing for some", "selective"),
-        (1, 4, WHOLE, "gqa", "sparse", "nothing for some", "none"),
+        (1, 4, WHOLE, "gqa", "sparse", "packed", "none"),
+        (1, 4, SHARDS, "mtp shares, so do layers, all teach", "sparse", "packed", "full"),
     )
 }
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
