@@ -5,7 +5,8 @@
     backward   all-gather, then reduce-scatter of its gradients over fsdp in fp32, all-reduce over dp_replicate
 
 Gradients are summed, never averaged: losses are divided by counts of the whole global batch. What does not learn is
-gathered for the forward alone where no gradient passes it, and is never reduced.
+never reduced. In `warmup` only layers with an indexer are gathered for the backward, but those as a whole; with
+`multi_layer_teacher` all layers are, for each has a loss that may be computed again.
 """
 
 import dataclasses
@@ -62,6 +63,18 @@ def last_micro_batch(model: nn.Module, last: bool) -> None:
     """Say, before a forward, whether its backward is the step's last: replicas' gradients are all-reduced only then."""
     for unit in _units(model):
         unit.set_requires_all_reduce(last, recurse=False)
+
+
+def follow_mode(model: nn.Module, *, all_teach: bool) -> None:
+    """Behind a change of `requires_grad`: gather for the backward, or ahead of it, only what has a part in it.
+
+    Torch would fetch the unit before, whose backward may never come, and keep it whole until all of it has ended.
+    all_teach: layers in which nothing learns have losses all the same.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            learns = any(one.requires_grad for one in module.parameters())
+            module.set_unshard_in_backward(all_teach or learns)
 
 
 def reshard(model: nn.Module) -> None:

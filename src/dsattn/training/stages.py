@@ -17,6 +17,7 @@ from dsattn.config import Mode, StageConfig, TrainConfig
 from dsattn.errors import InputError
 from dsattn.model.decoder import Decoder
 from dsattn.parallel.apply import Stages
+from dsattn.parallel.fsdp import follow_mode
 
 Model = Decoder | Stages
 
@@ -45,6 +46,7 @@ def set_mode(model: Model, mode: Mode) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(indexer if id(parameter) in index_parameters else backbone)
         parameter.grad = None
+    follow_mode(model, all_teach=model.config.dsa.multi_layer_teacher)
 
 
 def audit(model: Model, mode: Mode) -> list[str]:
