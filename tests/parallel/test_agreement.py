@@ -45,7 +45,7 @@ from dsattn.training import loader
 from dsattn.training.data import IGNORED_LABEL, Pack
 from dsattn.training.evaluation import evaluate
 from dsattn.training.health import Health
-from dsattn.training.stages import set_mode
+from dsattn.training.stages import audit, set_mode
 from dsattn.training.step import accumulate_gradients
 
 BAR = 1e-5
@@ -178,8 +178,10 @@ def run_alone(case: Case) -> dict[str, Any]:
     )
     gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
-    held_out = evaluate(Parallel(model, ParallelMesh()), packs(case.documents), stage, TrainConfig())
-    return {"losses": losses, "gradients": gradients, "norm": norm, "held_out": held_out}
+    whole = Parallel(model, ParallelMesh())
+    held_out = evaluate(whole, packs(case.documents), stage, TrainConfig())
+    said = audit(whole, case.mode)
+    return {"losses": losses, "gradients": gradients, "norm": norm, "held_out": held_out, "audit": said}
 
 
 @contextlib.contextmanager
@@ -239,6 +241,7 @@ def run_case(case: Case, alone: dict[str, Any]) -> dict[str, Any]:
             "lm": _relative(found.lm, expected.lm),
             "norm": _relative(clipped, alone["norm"]),
             "rows": abs(found.rows - expected.rows),
+            "audit": _apart(audit(whole, case.mode), alone["audit"]),
             "pairs": _apart([len(found.pairs), sum(found.pairs)], [whole.mesh.size("loss"), *expected.pairs]),
             "groups": float(case.parallel.dynamic_cp and sizes != {1, 2, case.parallel.cp}),
             "balance": _relative(found.balance or 0.0, expected.balance or 0.0),

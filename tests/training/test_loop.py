@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from dsattn.config import (
     TrainConfig,
 )
 from dsattn.errors import CheckpointError, InputError, TrainingStopped
-from dsattn.training import checkpoint, loop
+from dsattn.training import checkpoint, consensus, loop
 from dsattn.training.loop import Trainer, load_run, train
 from dsattn.training.metrics import read_metrics
 
@@ -275,7 +276,7 @@ def test_text_without_a_held_out_part_trains_without_evaluations(tmp_path: Path,
 CHILD = """
 import json, os, signal, sys
 from pathlib import Path
-from dsattn.training import checkpoint, loop
+from dsattn.training import checkpoint, consensus, loop
 from dsattn.training.runs import config_from_dict
 config = config_from_dict(json.loads(Path(sys.argv[1]).read_text()))
 loop.write_report = lambda run_dir: None
@@ -355,6 +356,13 @@ def test_sigterm_saves_and_exits_zero(tmp_path: Path, text: Path) -> None:
     latest = checkpoint.latest(tmp_path / "run")
     assert latest is not None
     assert checkpoint.verify(latest)["step"] == read_metrics(tmp_path / "run")[-1]["step"]
+
+
+def test_the_share_of_the_peak_is_of_every_rank_s_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consensus, "size", lambda: 4)
+    trainer: Any = SimpleNamespace(_peak_tflops=100.0)
+    speed = Trainer._speed(trainer, 10, 2e14, 2.0)
+    assert speed == {"tokens_per_second": 5.0, "tflops": 100.0, "mfu": 0.25}
 
 
 def test_every_stage_begins_with_its_audit(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,8 @@ import torch
 from dsattn.config import DSAConfig, IndexerConfig, MLAConfig, ModelConfig, StageConfig, TrainConfig
 from dsattn.errors import InputError
 from dsattn.model.decoder import Decoder
+from dsattn.parallel.apply import Parallel
+from dsattn.parallel.mesh import ParallelMesh
 from dsattn.training.stages import audit, learning_rate, learns, make_optimizer, set_mode
 
 MODEL = ModelConfig(
@@ -52,7 +54,7 @@ def test_a_model_without_indexer_cannot_warm_one_up() -> None:
 def test_the_audit_counts_every_parameter_once() -> None:
     model = Decoder(MODEL)
     set_mode(model, "warmup")
-    lines = audit(model, "warmup")
+    lines = audit(Parallel(model, ParallelMesh()), "warmup")
     index = sum(p.numel() for n, p in model.named_parameters() if "indexer" in n)
     everything = sum(p.numel() for p in model.parameters())
     assert lines[0] == f"mode warmup: {index:,} parameters learn"

@@ -110,13 +110,20 @@ class Parallel:
 
     def count_parameters(self) -> int:
         """Of the whole model. Collective."""
-        own = sum(one.numel() for name, one in self.model.named_parameters() if name not in self.copies)
+        return self.of_all_stages([sum(one.numel() for _, one in self.named_parameters())])[0]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each on one pipeline rank."""
+        yield from ((name, one) for name, one in self.model.named_parameters() if name not in self.copies)
+
+    def of_all_stages(self, counts: Sequence[int]) -> list[int]:
+        """Sums over the pipeline ranks. Collective."""
         group = self.mesh.group("pp")
         if group is None:
-            return own
-        total = torch.tensor(own, device=self.mesh.device)
+            return list(counts)
+        total = torch.tensor(counts, device=self.mesh.device)
         dist.all_reduce(total, group=group)
-        return int(total)
+        return total.tolist()
 
 
 def apply(config: ModelConfig, mesh: ParallelMesh, train: TrainConfig) -> Parallel:

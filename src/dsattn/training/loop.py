@@ -134,7 +134,7 @@ class Trainer:
         last = first + stage.steps
         if self.progress.step >= last:
             return
-        self.console.audit(audit(self.model, stage.mode))
+        self.console.audit(audit(self.parallel, stage.mode))
         clock = time.monotonic() - self.progress.seconds
         while self.progress.step < last and not self._stops():
             started = time.monotonic()
@@ -165,7 +165,8 @@ class Trainer:
 
     def _speed(self, rows: int, flops: float, seconds: float) -> dict[str, float | None]:
         rate, peak = flops / seconds / 1e12, self._peak_tflops
-        return {"tokens_per_second": rows / seconds, "tflops": rate, "mfu": rate / peak if peak else None}
+        mfu = rate / (peak * consensus.size()) if peak else None
+        return {"tokens_per_second": rows / seconds, "tflops": rate, "mfu": mfu}
 
     def _step(self, packs: list[Pack], stage: StageConfig, lr: float) -> tuple[Losses, dict[str, float]]:
         """One optimiser step; returns its losses, the norm of its gradient before clipping, and its FLOPs."""

@@ -8,7 +8,6 @@ frozen   learns     fixed
 """
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from torch import nn
 from dsattn.config import Mode, StageConfig, TrainConfig
 from dsattn.errors import InputError
 from dsattn.model.decoder import Decoder
-from dsattn.parallel.apply import Stages
+from dsattn.parallel.apply import Parallel, Stages
 from dsattn.parallel.fsdp import follow_mode
 
 Model = Decoder | Stages
@@ -49,20 +48,19 @@ def set_mode(model: Model, mode: Mode) -> None:
     follow_mode(model, all_teach=model.config.dsa.multi_layer_teacher)
 
 
-def audit(model: Model, mode: Mode) -> list[str]:
-    """Lines that say which parameters get gradients, how many: what a start prints."""
-    index_parameters = _index_parameters(model)
-    groups: dict[str, list[nn.Parameter]] = {"embedding and head": [], "layers": [], "indexers": []}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in index_parameters:
-            groups["indexers"].append(parameter)
-        else:
-            groups["layers" if ".layers." in name else "embedding and head"].append(parameter)
-    lines = [f"mode {mode}: {_count(p for p in model.parameters() if p.requires_grad):,} parameters learn"]
-    for group, parameters in groups.items():
-        learning = _count(p for p in parameters if p.requires_grad)
-        state = "learn" if learning else "fixed"
-        lines.append(f"  {group:18s} {_count(parameters):>14,} in {len(parameters):4d} tensors: {state}")
+def audit(whole: Parallel, mode: Mode) -> list[str]:
+    """Lines that say which parameters of the whole model get gradients, how many: what a start prints. Collective."""
+    index_parameters = _index_parameters(whole.model)
+    counts = {"embedding and head": [0, 0, 0], "layers": [0, 0, 0], "indexers": [0, 0, 0]}
+    for name, parameter in whole.named_parameters():
+        outside = "layers" if ".layers." in name else "embedding and head"
+        count = counts["indexers" if id(parameter) in index_parameters else outside]
+        for place, more in enumerate((1, parameter.numel(), parameter.numel() * parameter.requires_grad)):
+            count[place] += more
+    found = whole.of_all_stages([number for count in counts.values() for number in count])
+    lines = [f"mode {mode}: {sum(found[2::3]):,} parameters learn"]
+    for group, tensors, elements, learning in zip(counts, found[::3], found[1::3], found[2::3], strict=True):
+        lines.append(f"  {group:18s} {elements:>14,} in {tensors:4d} tensors: {'learn' if learning else 'fixed'}")
     return lines
 
 
@@ -95,7 +93,3 @@ def learning_rate(stage: StageConfig, step: int) -> float:
 
 def _index_parameters(model: Model) -> set[int]:
     return {id(parameter) for indexer in model.indexers() for parameter in indexer.parameters()}
-
-
-def _count(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(parameter.numel() for parameter in parameters)
