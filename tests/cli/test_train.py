@@ -57,6 +57,18 @@ def plain(text: str) -> str:
     return re.sub(r"[│─╭╮╰╯\s]", "", text)
 
 
+def test_degrees_are_held_against_model_batch_and_processes_at_once(
+    trained: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "tiny", "--parallel.tp", "3", "--parallel.dp-shard", "7"]) == 2
+    said = capsys.readouterr().err
+    assert "parallel.tp=3 must divide the attention's heads=4" in said
+    assert "parallel: dp_replicate * dp_shard = 7 must divide train.packs_per_step" in said
+    assert "parallel: dp_replicate * dp_shard * cp * tp * pp = 21, but 2 process(es) were started" in said
+    assert not trained
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_help_explains_every_field_with_its_default(name, capsys):
     assert main(["train", name, "--help"]) == 0
@@ -107,7 +119,7 @@ def test_every_problem_is_reported_at_once_and_nothing_is_trained(trained, capsy
         --train.stages.1.mode warmup --parallel.tp 2""")
     assert main(["train", "tiny", *wrong]) == 2
     error = capsys.readouterr().err
-    assert "3 problem(s)" in error
+    assert "4 problem(s)" in error  # one process was started, not two
     for name in ("model.dsa.indexer.top_k=0", "train.packs_per_step=3", "parallel: train.packs_per_micro_batch=2"):
         assert f"  - {name}" in error
     assert trained == []

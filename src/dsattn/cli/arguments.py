@@ -41,11 +41,13 @@ def parse(
     prog: str,
     description: str | None = None,
     default: Options | None = None,
+    problems_with: Callable[[Options], Iterable[str]] = lambda _: (),
 ) -> Options:
     """What tyro makes of `arguments`: `options` is a dataclass with a sentence a field, `default` one made already.
 
     Dashes and underscores are the same. A union follows the default's type, so its fields are plain options.
-    Raises UsageError with every broken rule of the configurations inside, SystemExit for help and unknown options.
+    Raises UsageError with every broken rule of the configurations inside and of what `problems_with` tells, SystemExit
+    for help and unknown options.
     """
     start = tyro.MISSING_NONPROP if default is None else default
     config = (tyro.conf.AvoidSubcommands, tyro.conf.PositionalMetavarFromFieldName)
@@ -54,6 +56,7 @@ def parse(
     whole: object = parsed
     inside = {"": whole} if isinstance(whole, Checked) else {f"{name}.": value for name, value in vars(whole).items()}
     checked = ((prefix, value) for prefix, value in inside.items() if isinstance(value, Checked))
-    if problems := [problem for prefix, value in checked for problem in value.all_problems(prefix)]:
+    problems = [problem for prefix, value in checked for problem in value.all_problems(prefix)]
+    if problems := [*problems, *problems_with(parsed)]:
         raise UsageError(str(ConfigError(problems)))
     return parsed

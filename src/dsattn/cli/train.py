@@ -1,6 +1,7 @@
 """`dsattn train RECIPE [--init SRC] [--section.field value]`."""
 
 import argparse
+import os
 from pathlib import Path
 
 from dsattn.cli.arguments import UsageError, parse, pick, recipe_list
@@ -22,7 +23,7 @@ def run(arguments: list[str]) -> int:
         return 0
     if not arguments:
         raise UsageError(f"no recipe given\n{_help()}")
-    name, config = read_config(arguments)
+    name, config = read_config(arguments, processes=int(os.environ.get("WORLD_SIZE", "1")))
     from dsattn.parallel.mesh import processes
     from dsattn.training.loop import train
 
@@ -33,8 +34,8 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def read_config(arguments: list[str]) -> tuple[str, RunConfig]:
-    """(recipe's name, its configuration with the changes asked for)."""
+def read_config(arguments: list[str], *, processes: int | None = None) -> tuple[str, RunConfig]:
+    """(recipe's name, its configuration with the changes asked for). processes: how many there are, where it counts."""
     name = pick("recipe", arguments[0], RECIPES, "dsattn train --list")
     recipe = RECIPES[name]
     description = _DESCRIPTION.format((recipe.__doc__ or "").strip())
@@ -46,7 +47,11 @@ def read_config(arguments: list[str]) -> tuple[str, RunConfig]:
 
         with deferred_checks():
             config = begin_from(config, source)
-    return name, parse(RunConfig, rest, prog=prog, description=description, default=config)
+
+    def world(run: RunConfig) -> list[str]:
+        return [] if processes is None else [f"parallel: {one}" for one in run.parallel.world_problems(processes)]
+
+    return name, parse(RunConfig, rest, prog=prog, description=description, default=config, problems_with=world)
 
 
 def _take_init(arguments: list[str], prog: str) -> tuple[Path | None, list[str]]:
