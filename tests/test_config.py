@@ -259,6 +259,7 @@ BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
     (ParallelConfig, {"pp": 2, "vpp": 2}, "schedule='1F1B' does not fit vpp=2"),
     (ParallelConfig, {"pp": 2, "schedule": "Interleaved1F1B"}, "schedule='Interleaved1F1B' does not fit vpp=1"),
     (ParallelConfig, {"ep": 2, "tp": 2, "sequence_parallel": False}, "ep=2 with tp=2 needs sequence_parallel=True"),
+    (ParallelConfig, {"tp": 2, "check_ranks": True}, "check_ranks=True needs split_indexer_rows=False"),
     (ParallelConfig, {"ep": 3, "dp_shard": 2, "tp": 2}, "ep=3 must divide dp_shard * cp * tp = 4"),
     (ParallelConfig, {"pipeline_layout": "Et*2|x"}, "pipeline_layout: 'x' in 'Et*2|x' is none of E, t, m, L"),
     (ParallelConfig, {"pp": 3, "pipeline_layout": "Et*2|tL"}, "pipeline_layout has 2 chunks, but pp * vpp = 3"),

@@ -873,6 +873,9 @@ class ParallelConfig(Checked):
     """Each tensor parallel rank selects for its share of the rows; otherwise every one selects for all."""
     dynamic_cp: bool = False
     """Cut a micro-batch of short documents over fewer context parallel ranks, several groups of which then share it."""
+    check_ranks: bool = False
+    """For debugging: in every layer, end the run where tensor parallel ranks selected different keys, or a layout holds
+    another rank's rows. Waits for the device."""
 
     def problems(self) -> Iterator[str]:
         yield from self._at_least(1, "dp_replicate", "dp_shard", "cp", "tp", "pp", "vpp", "ep")
@@ -887,6 +890,8 @@ class ParallelConfig(Checked):
             yield f"ep={self.ep} must divide dp_shard * cp * tp = {self.dp_shard * self.cp * self.tp}"
         if self.ep > 1 and self.tp > 1 and not self.sequence_parallel:
             yield f"ep={self.ep} with tp={self.tp} needs sequence_parallel=True: else experts get rows {self.tp} times"
+        if self.check_ranks and self.tp > 1 and self.sequence_parallel and self.split_indexer_rows:
+            yield "check_ranks=True needs split_indexer_rows=False: ranks that select for other rows cannot compare"
         if self.pipeline_layout is None:
             return
         try:

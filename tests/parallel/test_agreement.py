@@ -110,6 +110,7 @@ class Case:
 ONE = {"packs_per_micro_batch": 1}
 FULL = {"recompute": "full"}
 SELECTIVE = {"recompute": "selective"}
+WHOLE_ROWS = {"tp": 2, "sequence_parallel": False, "check_ranks": True}
 
 CASES = [
     Case("shards", {"dp_shard": 2}),
@@ -126,7 +127,7 @@ CASES = [
     Case("context, shards", {"cp": 2, "dp_shard": 2}, "sharing", train=ONE | FULL),
     Case("tensor", {"tp": 2}, "plain"),
     Case("tensor, sharing, recompute", {"tp": 2}, "sharing", train=FULL),
-    Case("tensor, whole rows", {"tp": 2, "sequence_parallel": False}, "sharing", train=SELECTIVE, evaluates=True),
+    Case("tensor, whole rows", WHOLE_ROWS, "sharing", train=SELECTIVE, evaluates=True),
     Case("tensor, context", {"tp": 2, "cp": 2}, "sharing", train=SELECTIVE, evaluates=True),
     Case("tensor, shards", {"tp": 2, "dp_shard": 2}, "sharing", "warmup"),
     Case("pipeline", {"pp": 2}, "sharing", train=ONE),
@@ -207,8 +208,10 @@ def groups_of(parallel: ParallelConfig) -> ParallelMesh:
 
 
 def mesh_of(parallel: ParallelConfig) -> ParallelMesh:
-    """How micro-batches go to groups is no matter of the mesh."""
-    return dataclasses.replace(groups_of(dataclasses.replace(parallel, dynamic_cp=False)), config=parallel)
+    """How micro-batches go to groups, and checks, are no matter of the mesh."""
+    return dataclasses.replace(
+        groups_of(dataclasses.replace(parallel, dynamic_cp=False, check_ranks=False)), config=parallel
+    )
 
 
 def run_case(case: Case, alone: dict[str, Any]) -> dict[str, Any]:

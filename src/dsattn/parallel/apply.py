@@ -140,8 +140,10 @@ def apply(config: ModelConfig, mesh: ParallelMesh, train: TrainConfig) -> Parall
         fsdp.shard(part, mesh, train)
         torch.set_rng_state(state)
         part.to_empty(device=mesh.device).reset_parameters()
-    dynamic = mesh.config.dynamic_cp
-    groups = context.dynamic_ranks(mesh) if dynamic else {mesh.size("cp"): context.ranks_of(mesh)}
+    check = mesh.config.check_ranks
+    groups: Mapping[int, Ranks | None] = {mesh.size("cp"): context.ranks_of(mesh, check=check)}
+    if mesh.config.dynamic_cp:
+        groups = context.dynamic_ranks(mesh, check=check)
     stages = [part for part in parts if isinstance(part, DecoderStage)]
     if not stages:
         return Parallel(parts[0], mesh, groups=groups)
