@@ -127,8 +127,8 @@ BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
     ),
     (MTPConfig, {"depths": -1}, "depths=-1 must be at least 0"),
     (MTPConfig, {"repeated": True}, "repeated=True needs depths of at least 1"),
-    (MTPConfig, {**REPEATED, "shared_components": "latent_kv"}, "shared_components='latent_kv' must be a tuple"),
-    (MTPConfig, {**REPEATED, "shared_components": ["latent_kv"]}, "shared_components=['latent_kv'] must be a tuple"),
+    (MTPConfig, {**REPEATED, "shared_components": "latent_kv"}, "shared_components='latent_kv' must be of type tuple"),
+    (MTPConfig, {**REPEATED, "shared_components": ["latent_kv"]}, "shared_components=['latent_kv'] must be of type tu"),
     (
         MTPConfig,
         {**REPEATED, "shared_components": ("kv",)},
@@ -418,6 +418,42 @@ def test_every_rule_is_broken_above() -> None:
         told += [(kind.__name__, problem) for kind, fields, _ in BROKEN for problem in kind(**fields).problems()]
     missing = [(kind, rule) for kind, rule in every if not any(kind == a and re.match(rule, b) for a, b in told)]
     assert not missing
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "wanted"),
+    [
+        (DSAConfig, {"share_every": "2"}, "int"),
+        (DSAConfig, {"share_every": 1.5}, "int"),
+        (DSAConfig, {"share_offset": True}, "int"),
+        (DSAConfig, {"deterministic": 1}, "bool or None"),
+        (MLAConfig, {"heads": None}, "int"),
+        (MLAConfig, {"softmax_scale": "0.1"}, "float or None"),
+        (ModelConfig, {"layer_types": ["dsa"] * 4}, "tuple or None"),
+        (ModelConfig, {"attention": None}, "MLAConfig or GQAConfig"),
+        (DataConfig, {"source": Path("texts")}, "str"),
+        (ParallelConfig, {"pipeline_layout": ("Et", "tL")}, "str or None"),
+        (RunConfig, {"train": None}, "TrainConfig"),
+    ],
+)
+def test_a_value_of_another_type_is_told_and_nothing_else(
+    kind: type[Checked], fields: dict[str, Any], wanted: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        kind(**fields)
+    ((name, value),) = fields.items()
+    assert list(caught.value.problems) == [f"{name}={value!r} must be of type {wanted}"]
+
+
+def test_types_are_told_for_a_whole_tree_together() -> None:
+    with deferred_checks():
+        model = ModelConfig(num_layers=0, dsa=DSAConfig(indexer=IndexerConfig(top_k=None), share_every=0))
+    assert list(model.all_problems()) == [
+        "dsa.indexer.top_k=None must be of type int",
+        "dsa.share_every=0 must be at least 1",
+        "num_layers=0 must be at least 1",
+    ]
+    assert RopeConfig(base=10000, factor=2).base == 10000, "an integer is a number"
 
 
 def test_all_problems_at_once_with_dotted_names() -> None:

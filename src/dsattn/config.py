@@ -13,11 +13,13 @@ Nothing else in the package validates configuration.
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from types import UnionType
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from dsattn.errors import ConfigError, InputError
 
@@ -76,6 +78,16 @@ def parse_pipeline_layout(text: str) -> tuple[str, ...]:
     return tuple(written.split("|"))
 
 
+@functools.cache
+def _types(config: type) -> dict[str, tuple[type, ...]]:
+    """The types that each field's annotation names; fields with a list of choices have none."""
+    types = {}
+    for name, hint in get_type_hints(config).items():
+        named = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        types[name] = tuple(get_origin(one) or one for one in named)
+    return {name: found for name, found in types.items() if Literal not in found}
+
+
 class Checked:
     """Base of every configuration: checks itself when made."""
 
@@ -89,13 +101,25 @@ class Checked:
 
     def all_problems(self, prefix: str = "") -> Iterator[str]:
         """Yield the problems of this object and of every configuration inside it, with dotted names."""
-        sound = True
+        mistyped = list(self._mistyped())
+        yield from (prefix + problem for problem in mistyped)
+        sound = not mistyped
         for name, inner in self._inner():
             for problem in inner.all_problems(f"{prefix}{name}."):
                 sound = False
                 yield problem
-        own = self.problems() if sound else self._safely(self.problems())
-        yield from (prefix + problem for problem in own)
+        if not mistyped:
+            own = self.problems() if sound else self._safely(self.problems())
+            yield from (prefix + problem for problem in own)
+
+    def _mistyped(self) -> Iterator[str]:
+        """Yield a sentence for each field whose value is of a type that its annotation does not name."""
+        for name, types in _types(type(self)).items():
+            value = getattr(self, name)
+            whole = float in types and type(value) is int  # an integer is a number; True is neither
+            if not whole and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
+                wanted = " or ".join(one.__name__ for one in types).replace("NoneType", "None")
+                yield f"{name}={value!r} must be of type {wanted}"
 
     def _inner(self) -> Iterator[tuple[str, "Checked"]]:
         for item in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
@@ -108,7 +132,7 @@ class Checked:
     @staticmethod
     def _safely(problems: Iterator[str]) -> Iterator[str]:
         """Stop quietly where a rule between fields trips over a field that is already reported."""
-        with contextlib.suppress(ArithmeticError, LookupError, TypeError, ValueError):
+        with contextlib.suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             yield from problems
 
     def _at_least(self, least: float, *names: str) -> Iterator[str]:
@@ -409,9 +433,6 @@ class MTPConfig(Checked):
         if self.repeated and self.depths == 0:
             yield "repeated=True needs depths of at least 1: there is no layer to repeat"
         names = self.shared_components
-        if names is not None and not isinstance(names, tuple):
-            yield f"shared_components={names!r} must be a tuple of names, such as ('latent_kv',)"
-            return
         for index, name in enumerate(names or ()):
             if name not in get_args(SharedComponent):
                 yield f"shared_components.{index}={name!r} must be one of {', '.join(get_args(SharedComponent))}"
