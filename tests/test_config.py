@@ -783,18 +783,22 @@ def test_models_that_are_sound() -> None:
 def test_graphs_of_single_layers_would_freeze_what_layers_share() -> None:
     shares = ModelConfig(num_layers=4, dsa=DSAConfig(share_every=2))
     mtp = MTPConfig(depths=2, repeated=True, shared_components=("latent_kv",))
-    for scopes in ([], ["full_iteration"], ["moe"], ["moe_router", "moe_preprocess"], ["mlp"]):
+    for scopes in (["full_iteration"], ["moe"], ["moe_router", "moe_preprocess"], ["mlp"]):
         assert not list(shares.graph_problems(scopes))
         assert not list(ModelConfig(mtp=mtp).graph_problems(scopes))
-    assert not list(ModelConfig().graph_problems(["attn"])), "every layer selects for itself"
+    for scopes in (["attn"], []):
+        assert not list(ModelConfig().graph_problems(scopes)), "every layer selects for itself"
     (problem,) = shares.graph_problems(["attn", "moe"])
-    assert problem.startswith("cuda_graph_scope=attn would freeze the selection that layer 1 takes from layer 0; use")
+    says = "would freeze the selection that layer 1 takes from layer 0; use full_iteration, or name"
+    assert problem.startswith(f"cuda_graph_modules=attn, moe {says}")
+    (problem,) = shares.graph_problems([])
+    assert problem.startswith(f"cuda_graph_modules=(), whole layers, {says}"), "no module is Megatron's whole layer"
     (problem,) = ModelConfig(mtp=mtp).graph_problems(["attn"])
     assert "freeze the latent_kv of mtp.shared_components" in problem
     (problem,) = ModelConfig().graph_problems(["full_iteration", "moe"])
     assert "give it alone" in problem
-    (problem,) = ModelConfig().graph_problems(["layer"])  # pyright: ignore[reportArgumentType]
-    assert "cuda_graph_scope='layer' must be one of full_iteration, attn" in problem
+    (problem,) = ModelConfig().graph_problems(["layer"])
+    assert "cuda_graph_modules='layer' must be one of full_iteration, attn" in problem
 
 
 def test_experts_follow_the_first_dense_layers_into_mtp() -> None:

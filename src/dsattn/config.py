@@ -32,7 +32,7 @@ SharedComponent = Literal["latent_kv", "sparse_attention_index"]
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp8", "mxfp8"]
 PipelineSchedule = Literal["1F1B", "Interleaved1F1B"]
-GraphScope = Literal["full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess"]
+GraphScope = Literal["full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"]
 
 NOBODY = -1  # the source of a layer that would share and has nobody to share with
 
@@ -638,24 +638,26 @@ class ModelConfig(Checked):
                     f"layer {source} in an earlier chunk; begin it with a layer that selects"
                 )
 
-    def graph_problems(self, scopes: Sequence[GraphScope]) -> Iterator[str]:
-        """Yield a sentence for whatever CUDA graphs of `scopes` (Megatron Core's `cuda_graph_scope`) would freeze.
+    def graph_problems(self, scopes: Sequence[str]) -> Iterator[str]:
+        """Yield a sentence for whatever CUDA graphs of `scopes` would freeze; none stands for whole layers.
 
-        A graph of one layer's attention replays the addresses of its capture: a selection or latents that another layer
-        hands to it would be those of the step that was captured. One graph of the whole iteration holds both layers.
+        They are Megatron Core's `cuda_graph_modules`, once `cuda_graph_scope`. A graph of one layer's attention replays
+        the addresses of its capture: a selection or latents that another layer hands to it would be those of the step
+        that was captured. One graph of the whole iteration holds both layers.
         """
-        name, way_out = "cuda_graph_scope", "use full_iteration, or leave attn out"
+        name, way_out = "cuda_graph_modules", "use full_iteration, or name modules without attn"
         if unknown := [scope for scope in scopes if scope not in get_args(GraphScope)]:
             yield f"{name}={unknown[0]!r} must be one of {', '.join(get_args(GraphScope))}"
         if "full_iteration" in scopes and len(scopes) > 1:
             yield f"{name}={', '.join(scopes)}: full_iteration holds what the others would; give it alone"
-        if "attn" not in scopes:
+        if scopes and "attn" not in scopes:
             return
+        given = ", ".join(scopes) or "(), whole layers,"
         sources = self.selection_sources
         for layer, source in [(layer, one) for layer, one in enumerate(sources) if one not in (None, layer)][:1]:
-            yield f"{name}=attn would freeze the selection that layer {layer} takes from layer {source}; {way_out}"
+            yield f"{name}={given} would freeze the selection that layer {layer} takes from layer {source}; {way_out}"
         for component in self.mtp.shared_components or ():
-            yield f"{name}=attn would freeze the {component} of mtp.shared_components; {way_out}"
+            yield f"{name}={given} would freeze the {component} of mtp.shared_components; {way_out}"
 
     @property
     def types(self) -> tuple[LayerType, ...]:

@@ -90,6 +90,41 @@ def test_what_is_refused_by_name(fields: dict[str, Any]) -> None:
     assert any(name in found[0] for name in fields)
 
 
+SHARES = {"num_layers": 4, "dsa_indexer_topk_freq": 2}
+LOCAL = {**SHARES, "cuda_graph_impl": "local"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {**LOCAL, "cuda_graph_modules": []},
+        {**LOCAL, "cuda_graph_modules": "full"},
+        {**LOCAL, "cuda_graph_modules": [SimpleNamespace(name="attn"), SimpleNamespace(name="mlp")]},
+        {**LOCAL, "cuda_graph_scope": "attn,moe_router"},
+        {**SHARES, "cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]},
+        {**SHARES, "external_cuda_graph": True},
+    ],
+)
+def test_graphs_that_would_freeze_a_shared_selection(fields: dict[str, Any]) -> None:
+    (problem,) = problems(**fields)
+    assert "would freeze the selection that layer 1 takes from layer 0" in problem
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {**LOCAL, "cuda_graph_modules": ["moe_router", "moe_preprocess"]},
+        {**LOCAL, "cuda_graph_modules": SimpleNamespace(name="mlp")},
+        {**LOCAL, "cuda_graph_scope": "full_iteration"},
+        {**LOCAL, "dsa_indexer_topk_freq": 1},
+        {**SHARES, "cuda_graph_impl": "full_iteration", "cuda_graph_modules": []},
+        {**SHARES, "cuda_graph_impl": "none", "cuda_graph_modules": "full"},
+    ],
+)
+def test_graphs_that_freeze_nothing(fields: dict[str, Any]) -> None:
+    assert not problems(**fields)
+
+
 def test_all_problems_come_together() -> None:
     assert len(problems(dsa_indexer_topk=None, qk_clip=True, window_size=(1, 0))) == 3
 

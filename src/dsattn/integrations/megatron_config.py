@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from dsattn.config import Precision, RopeConfig
+from dsattn.config import DSAConfig, ModelConfig, Precision, RopeConfig
 from dsattn.errors import ConfigError, InputError
+from dsattn.model.sharing import sharing_from_megatron
 
 DEFAULTS: dict[str, Any] = {
     "q_lora_rank": 512,
@@ -99,6 +100,7 @@ def check_config(config: Any, *, whole: bool = False) -> None:
         for name, why in _WHOLE.items():
             if getattr(fields, name):
                 problems.append(f"{name}={getattr(fields, name)!r} needs whole=True: {why}")
+    problems += _graph_problems(fields)
     if problems:
         raise ConfigError(problems)
 
@@ -185,6 +187,18 @@ def _rope_problems(fields: Fields) -> Iterator[str]:
         yield f"rope_type={fields.rope_type!r} must be 'rope' or 'yarn'"
     if fields.rope_type == "rope" and fields.rotary_percent != 1:
         yield f"rotary_percent={fields.rotary_percent} must be 1: set qk_pos_emb_head_dim to the lanes that turn"
+
+
+def _graph_problems(fields: Fields) -> Iterator[str]:
+    """Of graphs of single layers, whose modules are `cuda_graph_modules`, or `cuda_graph_scope` before 0.19."""
+    old = fields.enable_cuda_graph or fields.external_cuda_graph
+    if not old and fields.cuda_graph_impl not in ("local", "transformer_engine"):
+        return
+    given = fields.cuda_graph_modules or fields.cuda_graph_scope or ()
+    given = given.split(",") if isinstance(given, str) else given if isinstance(given, list | tuple) else [given]
+    scopes = [getattr(one, "name", one) for one in given]
+    sharing = DSAConfig(**sharing_from_megatron(fields.held))
+    yield from ModelConfig(num_layers=fields.num_layers, dsa=sharing).graph_problems([x for x in scopes if x != "full"])
 
 
 def rope_of(args: Any) -> RopeConfig:
