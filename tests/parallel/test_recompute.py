@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsattn import settings
 from dsattn.config import (
     DSAConfig,
     GQAConfig,
@@ -321,6 +322,17 @@ def test_a_layer_that_runs_twice_inside_one_checkpoint_is_refused(policy: Recomp
 
     with pytest.raises(InputError, match="runs twice inside one checkpoint"):
         run_part(twice, torch.randn(ROWS, 16), LAYOUTS[1], policy=policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_replay_that_selects_again_must_repeat(policy: Recompute) -> None:
+    recompute = Checkpoints(policy, reuse_selection=False)
+    model = new_model(dataclasses.replace(PLAIN, dsa=dataclasses.replace(PLAIN.dsa, deterministic=None)), "sparse")
+    with pytest.raises(InputError, match="reuse_selection=False, but layer 0 is not deterministic"):
+        loss_of(model, recompute, "sparse")
+    loss_of(model, recompute, "dense")  # selects nothing
+    with settings(deterministic=True):
+        loss_of(model, recompute, "sparse")
 
 
 def test_a_replay_of_other_rows_is_refused() -> None:

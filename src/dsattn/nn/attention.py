@@ -25,6 +25,7 @@ from dsattn.nn.indexer import IndexerOutput, LightningIndexer
 from dsattn.nn.linear import local
 from dsattn.nn.state import AttentionOutput, Handed, LayerCache, Observation, Pass, Turn
 from dsattn.ops import indexer_kl, select_keys
+from dsattn.ops.dsa import shares_work
 from dsattn.selection import Selection
 
 Role = Literal["selects", "shares", "dense"]
@@ -78,6 +79,12 @@ class SelfAttention(nn.Module):
         if run.ranks is not None and learns and run.kl_divisor is None:
             raise InputError(
                 "kl_divisor=None with ranks: pass the real rows of the whole global batch; no rank has all"
+            )
+        if chooses and run.kept is not None and not run.kept.keeps("selection") and shares_work(self.dsa.deterministic):
+            raise InputError(
+                f"reuse_selection=False, but layer {self.layer_index} is not deterministic, and a replay that selects "
+                "other keys gives gradients of another function; set DSAConfig.deterministic=True or "
+                "settings(deterministic=True), or reuse selections"
             )
         observed = run.mode != "dense" and (run.probe is not None or cache is not None)
         scores = self.indexer is not None and (learns or observed or (chooses and not run.holds("selection")))

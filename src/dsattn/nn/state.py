@@ -71,6 +71,10 @@ class Recompute(Protocol):
 class Kept(Protocol):
     """What one checkpoint of one micro-batch keeps by value, from its first pass for its replay."""
 
+    def keeps(self, name: str, /) -> bool:
+        """Whether a replay will have `name` of the first pass."""
+        ...
+
     def holds(self, name: str) -> bool:
         """Whether this is a replay, and the first pass kept `name`."""
         ...

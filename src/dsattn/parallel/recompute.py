@@ -37,7 +37,8 @@ class Checkpoints:
     """A recompute policy, for `Pass.recompute`. Holds nothing of any forward.
 
     policy: `selective` or `full`. reuse_selection: replays use the first pass's selection and loss; without, they make
-    both again, which gives the same gradients only where they come out the same: in deterministic mode.
+    both again, which gives the same gradients only where they come out the same: layers raise InputError unless they
+    are deterministic.
     """
 
     policy: Recompute
@@ -102,7 +103,7 @@ class Stash:
 
     def __init__(self, keeps: Callable[[str], bool]):
         self.replaying = False
-        self._keeps = keeps
+        self.keeps = keeps
         self._kept: dict[str, Any] = {}
         self._met: set[str] = set()
 
@@ -121,14 +122,14 @@ class Stash:
         if self.holds(name):
             return self._kept[name]
         made = make(*operands)
-        if self._keeps(name):
+        if self.keeps(name):
             self._kept[name] = made
         return made
 
     def graph(self, name: str, make: Callable[..., Tensor], *operands: Any) -> Tensor:
         """`make(*operands)`, its products and losses those of the first pass. Raises InputError as `value` does."""
         self._meet(name)
-        if not self._keeps(name) or (self.replaying and name not in self._kept):
+        if not self.keeps(name) or (self.replaying and name not in self._kept):
             return make(*operands)
         results = self._kept[name] if self.replaying else []
         with _Products(results, self.replaying):
