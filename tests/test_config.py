@@ -593,6 +593,7 @@ GLM = {"num_layers": 78, "dsa": DSAConfig(share_every=4, share_offset=3)}
         ("Ettt|(tt|)*2,m|L", ("Ettt", "tt", "tt", "m", "L")),
         ("E||t*2|t*0|L", ("E", "", "tt", "", "L")),
         ("E(t*2|)*2m*3L", ("Ett", "tt", "mmmL")),
+        ("Et|*2tL", ("Et", "", "tL")),
         ("EtL", ("EtL",)),
     ],
 )

@@ -69,7 +69,7 @@ def parse_pipeline_layout(text: str) -> tuple[str, ...]:
     Chunks stand in order of execution: rank by rank, round after round. Raises InputError where it cannot be read.
     """
     written = text.replace(",", "")
-    for repeated in (r"\(([^()]*)\)\*(\d+)", r"([EtmL])\*(\d+)"):
+    for repeated in (r"\(([^()]*)\)\*(\d+)", r"([EtmL|])\*(\d+)"):
         written = re.sub(repeated, lambda found: found[1] * int(found[2]), written)
     if wrong := re.search(r"[^EtmL|]", written):
         raise InputError(f"{wrong[0]!r} in {text!r} is none of E, t, m, L, |, x*n and (...)*n")

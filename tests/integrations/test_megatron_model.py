@@ -136,5 +136,12 @@ def test_degrees_of_parallelism() -> None:
     assert (parallel.vpp, parallel.schedule, parallel.sequence_parallel) == (2, "Interleaved1F1B", True)
     assert parallel.pipeline_layout == "Et|t|t|tL"
     assert parallel_from_megatron({}, processes=4).dp_shard == 4
+
+    class Printed:  # as Megatron's config holds it, once it is made
+        def __repr__(self) -> str:
+            return "Et|t|t|tL"
+
+    del degrees["virtual_pipeline_model_parallel_size"]
+    assert parallel_from_megatron({**degrees, "pipeline_model_parallel_layout": Printed()}, processes=32) == parallel
     with pytest.raises(InputError, match="do not divide 12 processes"):
         parallel_from_megatron(degrees, processes=12)

@@ -7,7 +7,16 @@ docs/guide.md has the table of flags.
 from collections.abc import Iterator
 from typing import Any
 
-from dsattn.config import DSAConfig, IndexerConfig, MLAConfig, ModelConfig, MoEConfig, MTPConfig, ParallelConfig
+from dsattn.config import (
+    DSAConfig,
+    IndexerConfig,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    MTPConfig,
+    ParallelConfig,
+    parse_pipeline_layout,
+)
 from dsattn.errors import ConfigError, InputError
 from dsattn.integrations.megatron_config import Fields, layer_problems, rope_of, softmax_scale_of
 from dsattn.model.sharing import sharing_from_megatron
@@ -54,7 +63,10 @@ def parallel_from_megatron(args: Any, processes: int) -> ParallelConfig:
         raise InputError(
             f"tensor, pipeline and context parallel sizes {tp}, {pp}, {cp} do not divide {processes} processes"
         )
-    vpp = fields.virtual_pipeline_model_parallel_size or 1
+    layout, vpp = fields.pipeline_model_parallel_layout, fields.virtual_pipeline_model_parallel_size or 1
+    if layout is not None:  # it says how many chunks a rank has; Megatron's own object prints what it was made of
+        layout = str(layout)
+        vpp = max(len(parse_pipeline_layout(layout)) // pp, 1)
     return ParallelConfig(
         dp_shard=processes // (tp * pp * cp),
         cp=cp,
@@ -62,7 +74,7 @@ def parallel_from_megatron(args: Any, processes: int) -> ParallelConfig:
         pp=pp,
         vpp=vpp,
         ep=fields.expert_model_parallel_size or 1,
-        pipeline_layout=fields.pipeline_model_parallel_layout,
+        pipeline_layout=layout,
         schedule="Interleaved1F1B" if vpp > 1 else "1F1B",
         sequence_parallel=bool(fields.sequence_parallel),
     )
