@@ -97,6 +97,8 @@ OUT = torch.zeros(2, 3, 4)
         (OUT, OUT, {"granularity": "headwise"}, r"gate must be \[2, 3\] for headwise gating, got \[2, 3, 4\]"),
         (OUT, OUT, {"granularity": "token"}, "granularity='token' must be 'elementwise' or 'headwise'"),
         (OUT, OUT, {"cast": "never"}, "cast='never' must be 'before' or 'after'"),
+        (OUT.long(), OUT, {}, "out must be floating point, got torch.int64"),
+        (OUT, OUT.int(), {}, "gate must be floating point, got torch.int32"),
     ],
 )
 def test_refuses(out: Tensor, gate: Tensor, asked: dict[str, Any], says: str) -> None:

@@ -26,7 +26,7 @@ def output_gate(
     out: [T, H, V]. gate: logits, [T, H, V] or [T, H * V] (elementwise), [T, H] (headwise).
     cast: `before` rounds the sigmoid to out's dtype and multiplies there (MLA); `after` multiplies in fp32 and rounds
     the product (plain GQA). Both names matter for bit parity with models trained one way.
-    Returns [T, H, V] in out's dtype. Differentiable in both. Raises InputError on shapes that do not fit.
+    Returns [T, H, V] in out's dtype. Differentiable in both. Raises InputError on shapes and dtypes that do not fit.
     """
     if out.dim() != 3:
         raise InputError(f"out must be [T, H, V], got {list(out.shape)}")
@@ -39,6 +39,9 @@ def output_gate(
     if tuple(gate.shape) not in shapes:
         wanted = " or ".join(str(list(shape)) for shape in shapes)
         raise InputError(f"gate must be {wanted} for {granularity} gating, got {list(gate.shape)}")
+    for name, value in (("out", out), ("gate", gate)):
+        if not value.is_floating_point():
+            raise InputError(f"{name} must be floating point, got {value.dtype}")
     per_head = gate.reshape(rows, heads, 1 if granularity == "headwise" else width)
     return _forward(out, per_head, cast == "before")
 
