@@ -158,6 +158,15 @@ def test_graphs_need_a_gpu() -> None:
         GraphedStep(lambda *given: given)(torch.ones(2), Layout.causal(2))
     with pytest.raises(InputError, match="on a GPU, got none"):
         copied((1, 2))
+    for inside in (
+        [torch.ones(2)],
+        {"tokens": torch.ones(2)},
+        dataclasses.make_dataclass("Pack", ["x"])(torch.ones(2)),
+    ):
+        with pytest.raises(
+            InputError, match=r"input 1 is a (list|dict|Pack) with tensors inside; give each on its own"
+        ):
+            copied((torch.ones(2), inside))
     with pytest.raises(InputError, match="warmups=0 must be at least 1"):
         GraphedStep(lambda: None, warmups=0)
 
@@ -176,7 +185,10 @@ def test_refresh_writes_in_place_or_refuses() -> None:
         ((given[0][:3], *given[1:]), "input 0 is torch.int64 \\[3\\]; the graph has room for torch.int64 \\[4\\]"),
         ((given[0].float(), *given[1:]), "input 0 is torch.float32"),
         ((*given[:2], 3.0), "input 2 is 3.0, but the graph repeats 2.0: give what changes as a tensor"),
-        ((given[1], *given[1:]), "input 0 is Layout"),
+        ((given[1], *given[1:]), "input 0 is a Layout, but the graph repeats torch.int64"),
+        ((3, *given[1:]), "input 0 is 3, but the graph repeats torch.int64"),
+        ((given[0], given[0], 2.0), "input 1 is torch.int64 .*, but the graph repeats a Layout"),
+        ((*given[:2], torch.tensor(2.0)), "input 2 is torch.float32 .*, but the graph repeats 2.0"),
         ((given[0], Layout.packed([5]), 2.0), "other has 5 rows and 5 keys, this layout 4 and 4"),
         (given[:2], "captured with 3 inputs, got 2"),
     ):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dsattn.errors import InputError
 from dsattn.keys import Layout
+from dsattn.parallel.recompute import tensors
 
 R = TypeVar("R")
 
@@ -78,8 +79,11 @@ class GraphedStep(Generic[R]):
 
 
 def copied(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Static copies. Raises InputError unless every tensor is on a GPU, and there is one."""
+    """Static copies. Raises InputError unless every tensor is on a GPU, and there is one; and where one is inside."""
     tables = [x.positions if isinstance(x, Layout) else x for x in inputs if isinstance(x, Layout | Tensor)]
+    for at, given in enumerate(inputs):
+        if not isinstance(given, Layout | Tensor) and next(tensors(given), None) is not None:
+            raise InputError(f"input {at} is a {type(given).__name__} with tensors inside; give each on its own")
     if not tables or not all(x.is_cuda for x in tables):
         where = ", ".join(str(x.device) for x in tables) or "none"
         raise InputError(f"CUDA graphs need tensors and layouts on a GPU, got {where}; move them there first")
@@ -94,13 +98,22 @@ def refresh(static: tuple[Any, ...], inputs: tuple[Any, ...]) -> None:
         if isinstance(mine, Tensor) and isinstance(given, Tensor):
             if (mine.shape, mine.dtype) != (given.shape, given.dtype):
                 raise InputError(
-                    f"input {at} is {given.dtype} {list(given.shape)}; the graph has room for {mine.dtype} "
-                    f"{list(mine.shape)}: pad the pack, or make a GraphedStep for each size"
+                    f"input {at} is {_called(given)}; the graph has room for {_called(mine)}: pad the pack, or make a "
+                    "GraphedStep for each size"
                 )
-        elif not (isinstance(mine, Layout) and isinstance(given, Layout)) and mine != given:
+        elif isinstance(mine, Layout) and isinstance(given, Layout):
+            continue
+        elif isinstance(mine, Layout | Tensor) or isinstance(given, Layout | Tensor) or mine != given:
             raise InputError(
-                f"input {at} is {given!r}, but the graph repeats {mine!r}: give what changes as a tensor or a Layout"
+                f"input {at} is {_called(given)}, but the graph repeats {_called(mine)}: give what changes as a tensor "
+                "or a Layout, in every call"
             )
     for mine, given in sorted(zip(static, inputs, strict=True), key=lambda pair: not isinstance(pair[0], Layout)):
         if isinstance(mine, Tensor | Layout):
             mine.copy_(given)
+
+
+def _called(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    return "a Layout" if isinstance(value, Layout) else repr(value)

@@ -87,11 +87,11 @@ def checkpoints(train: TrainConfig) -> Checkpoints | None:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in tuples and dataclasses."""
+    """Every tensor in tuples, lists, dictionaries and dataclasses."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple):
-        for one in value:
+    elif isinstance(value, tuple | list | dict):
+        for one in value.values() if isinstance(value, dict) else value:
             yield from tensors(one)
     elif dataclasses.is_dataclass(value):
         for item in dataclasses.fields(value):
