@@ -121,7 +121,8 @@ class Trainer:
 
     def _announce(self) -> None:
         self.parameters = self.parallel.count_parameters()
-        files = f"{len(self.stream.files)} training files; {len(self.stream.passed_over)} others are no text"
+        no_text = len(self.stream.passed_over)
+        files = f"{len(self.stream.files)} training files" + (f"; {no_text} others are no text" if no_text else "")
         where = f"{self.device}" if consensus.size() == 1 else f"{consensus.size()} ranks of {self.device.type}"
         self.console.say(f"{self.parameters:,} parameters on {where}; {files}")
 
