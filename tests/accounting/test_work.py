@@ -22,6 +22,12 @@ def test_pairs_are_those_of_a_loop(lengths, top_k):
     assert accounting.kept_pairs(lengths, top_k) == sum(min(top_k, visible) for visible in rows(lengths))
 
 
+def test_published_means_of_a_short_document():
+    """8 tokens at K = 2: a row attends to 15/8 keys on average, without a selection to 9/2."""
+    assert accounting.kept_pairs((8,), 2) / 8 == 15 / 8
+    assert accounting.visible_pairs((8,)) / 8 == 9 / 2
+
+
 @pytest.mark.parametrize("lengths", [LENGTHS, (), (0,), (1,), (3,), (4,), (23, 24, 25), (7, 8, 9, 100)])
 @pytest.mark.parametrize(("top_k", "pool_size"), [(4, 4), (8, 4), (12, 4), (6, 3), (5, 1), (400, 8), (7, 7)])
 @pytest.mark.parametrize("tail", [True, False])

@@ -29,14 +29,29 @@ def test_output_has_the_input_dtype(norm, weights, autocast):
             assert norm(torch.randn(3, 8).to(dtype)).dtype == dtype
 
 
-def test_mixed_dtypes_lose_nothing_but_the_last_rounding():
+@pytest.mark.parametrize("norm", [RMSNorm(64, 1e-6), LayerNorm(64, 1e-6)])
+def test_mixed_dtypes_lose_nothing_but_the_last_rounding(norm):
+    """bf16 rows under fp32 weights: rounding the weights first would be seen."""
     x = torch.randn(32, 64).bfloat16()
-    norm = RMSNorm(64, 1e-6)
-    torch.nn.init.normal_(norm.weight)
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
     wide = x.double()
+    if isinstance(norm, LayerNorm):
+        wide = wide - wide.mean(-1, keepdim=True)
     exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
-    torch.testing.assert_close(norm(x), exact.bfloat16(), rtol=2**-8, atol=1e-6)
-    assert (norm(x).double() - exact).abs().max() <= (exact.abs() * 2**-8).max()
+    exact = exact + (norm.bias.double() if isinstance(norm, LayerNorm) else 0)
+    assert ((norm(x).double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+
+
+def test_fp32_asked_for_is_fp32_under_bf16_weights():
+    """torch's own bf16 norm rounds its mean and scale otherwise in some rows; without them this shows nothing."""
+    x = (3 * torch.randn(4096, 128) + 1).bfloat16()
+    norm = LayerNorm(128, 1e-6, fp32=True).bfloat16()
+    torch.nn.init.normal_(norm.weight)
+    wide = torch.nn.functional.layer_norm(x.float(), (128,), norm.weight.float(), norm.bias.float(), 1e-6)
+    assert norm(x).equal(wide.bfloat16())
+    norm.fp32 = False
+    assert not norm(x).equal(wide.bfloat16())
 
 
 def test_hadamard_is_the_normalised_sylvester_matrix():

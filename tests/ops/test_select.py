@@ -307,6 +307,19 @@ def test_low_precision_keeps_bits_in_blocks_and_company(precision: Any) -> None:
 
 
 @pytest.mark.parametrize("precision", LOW)
+def test_low_precision_takes_no_scale_of_a_neighbour(precision: Any) -> None:
+    """A document of 33 keys, one more than a block of scales, between others of huge numbers or of NaN."""
+    mine = make_case(Layout.causal(33), Sizes(index_heads=2, index_width=32, top_k=5))
+    alone = pick(mine, precision=precision).index
+    for poison in (1e30, NAN):
+        other = make_case(Layout.packed([31, 33, 40]), mine.sizes).map(lambda x, poison=poison: x * poison)
+        for name in ("q_i", "k_i", "w"):
+            getattr(other, name)[31:64] = getattr(mine, name)
+        together = pick(other, precision=precision).index[31:64]
+        assert together.equal(torch.where(alone < 0, -1, alone + 31))
+
+
+@pytest.mark.parametrize("precision", LOW)
 def test_low_precision_selects_no_key_that_is_not_finite(precision: Any) -> None:
     case = make_case("causal", Sizes(index_heads=2, index_width=32))
     case.q_i[11, 1, 3], case.k_i[5, 0], case.k_i[6, 31] = NAN, INF, NAN

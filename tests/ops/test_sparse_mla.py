@@ -279,6 +279,18 @@ def test_a_key_may_be_selected_by_all() -> None:
     assert kv.grad.tolist() == [[1000.0] * 4, [0.0] * 4]  # bf16 sums would stop at 256
 
 
+def test_a_key_that_a_row_names_twice_counts_twice() -> None:
+    """Outside of the contract, where nobody looks for it: the same as two equal keys, whose gradients add up."""
+    case = make_case(Layout.causal(3), dtype=torch.float64, poison=False)
+    twice = Selection.from_index(torch.tensor([[0, 0, -1], [1, 0, 1], [2, 2, 2]]))
+    copies = Selection.from_index(torch.tensor([[0, 3, -1], [1, 0, 4], [2, 5, 8]]))
+    got = gradients(attend, case, twice)
+    expected = gradients(naive, Case(**{**vars(case), "kv": case.kv.repeat(3, 1)}), copies)
+    expected["kv"] = expected["kv"].view(3, 3, -1).sum(0)
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, msg=lambda text, key=key: f"{key}: {text}")
+
+
 def test_values_are_the_leading_channels() -> None:
     case = make_case("causal")
     selection = pick(case)
