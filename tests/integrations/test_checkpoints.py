@@ -209,6 +209,7 @@ def test_dense_checkpoint_becomes_one_of_deepseek_v32(tmp_path: Path) -> None:
         torch.testing.assert_close(made(ids).logits, model(ids).logits, atol=1e-4, rtol=0)
     # The indexers have not learned, and what is written says so.
     assert open_checkpoint(tmp_path / "dsa").indexer_steps == 0
+    assert set(done.fresh) == made.state_dict().keys() - model.state_dict().keys()
     assert len(done.fresh) == 15
 
 
