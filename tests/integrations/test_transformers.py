@@ -428,6 +428,25 @@ def test_a_cache_in_training_is_refused_and_none_is_made_unasked(build) -> None:
             model.model.forward(ids, use_cache=False)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm5_next"])
+@torch.no_grad()
+def test_packed_documents_stay_apart_where_nobody_speaks_of_a_cache(build, family) -> None:
+    """With a cache, which configurations ask for by default, transformers takes a sample for one document."""
+    model, given = build(family), inputs("packed", 20)
+    edges = torch.tensor([0, *(given["position_ids"][0] == 0).nonzero().flatten().tolist()[1:], 20])
+    with patch(model):
+        expected = model(**given, use_cache=False).logits
+        out = model(**given)
+        assert torch.equal(out.logits, expected)
+        assert not cache_of(out)
+        packed = model(given["input_ids"][:1], cu_seq_lens_q=edges).logits
+        assert torch.allclose(packed, expected[:1], atol=1e-4)
+        with pytest.raises(InputError, match="use_cache=True with several documents"):
+            model(**given, use_cache=True)
+        for case in ("plain", "left", "right"):
+            assert cache_of(model(**inputs(case, 20)))
+
+
 def test_documents_may_come_as_cu_seq_lens_or_as_a_4d_mask(build) -> None:
     model, ids = build("deepseek_v32"), tokens(20, batch=1)
     positions = torch.cat([torch.arange(7), torch.arange(13)])[None]

@@ -33,10 +33,11 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _uses_cache(module: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether this call makes or uses a key/value cache; unless asked for, a call that trains has none."""
+    """Whether this call makes or uses a key/value cache; unless asked for, a call that trains or packs has none."""
     given = kwargs.get("cache") is not None or kwargs.get("past_key_values") is not None
     training = module.training and torch.is_grad_enabled()
-    if kwargs.get("use_cache") is None and not given and (training or kwargs.get("labels") is not None):
+    unasked = kwargs.get("use_cache") is None and not given
+    if unasked and (training or kwargs.get("labels") is not None or _packs(kwargs)):
         kwargs["use_cache"] = False
     wanted = kwargs.get("use_cache")
     used = given or bool(module.config.get_text_config().use_cache if wanted is None else wanted)
@@ -44,7 +45,26 @@ def _uses_cache(module: Any, kwargs: dict[str, Any]) -> bool:
         raise InputError(
             "a key/value cache in training would run attention that teaches no indexer; pass use_cache=False"
         )
+    if wanted and not given and _packs(kwargs):
+        raise InputError(
+            "use_cache=True with several documents in a sample would let them see each other: a cache holds one "
+            "document a sample; pass use_cache=False"
+        )
     return used
+
+
+def _packs(kwargs: dict[str, Any]) -> bool:
+    """Whether a sample holds several documents. Reads position_ids: one device sync."""
+    if (edges := _cu_seq_lens(kwargs)) is not None:
+        return edges.numel() > 2
+    ids, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if ids is None:
+        return False
+    restarts = ids[..., 1:] == 0
+    if isinstance(mask, Tensor) and mask.dim() == 2:  # positions of padding say nothing
+        real = mask.to(ids.device, torch.bool)
+        restarts = restarts & real[:, 1:] & real[:, :-1]
+    return bool(restarts.any())
 
 
 def before_head(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 The forward of every attention layer is replaced on the instance, and hooks on the model hand each call's layout down
 and the indexers' loss up. Parameters keep their names and places, so checkpoints, FSDP, PEFT and gradient checkpointing
-work as before, and `undo` leaves no trace. A call that makes or uses a key/value cache runs Hugging Face's own code.
+work as before, and `undo` leaves no trace. A call that makes or uses a key/value cache runs Hugging Face's own code;
+packed documents get none.
 """
 
 import functools
