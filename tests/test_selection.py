@@ -227,6 +227,13 @@ def test_inverse_lists_the_slots_of_each_key(rows: int, top_k: int, num_keys: in
     assert inverse.offset.shape == (num_keys + 1,)
 
 
+def test_inverse_leaves_out_what_lies_past_the_length() -> None:
+    index = torch.tensor([[0, 2, 1], [2, 0, -1], [1, 1, 1]], dtype=torch.int32)
+    inverse = invert(index, 3, torch.tensor([2, 3, 0], dtype=torch.int32))
+    assert slots_of(inverse) == [[0, 4], [], [1, 3]]
+    assert sorted(inverse.slot.tolist()) == list(range(9))
+
+
 def test_inverse_is_made_once() -> None:
     selection = Selection.from_index(torch.tensor([[0, 1], [1, 2]])).with_inverse(3)
     assert selection.inverse is not None

@@ -101,11 +101,17 @@ class Selection:
         return replace(self, index=self.index.to(device), length=self.length.to(device), score=score, inverse=None)
 
 
-def invert(index: Tensor, num_keys: int) -> Inverse:
-    """The key-to-slots index of `index` [T, K]: a stable sort by key. Fixed shapes, no device sync."""
-    key = torch.where(index < 0, num_keys, index).reshape(-1).long()
-    ordered, slot = key.sort(stable=True)
-    bounds = torch.arange(num_keys + 1, device=index.device)
+def invert(index: Tensor, num_keys: int, length: Tensor | None = None) -> Inverse:
+    """The key-to-slots index of `index` [T, K]: a stable sort by key. Fixed shapes, no device sync.
+
+    length: [T], where a row's slots from length on are empty too, whatever they hold: a kernel that stops there left
+    nothing to sum.
+    """
+    empty = index < 0
+    if length is not None:
+        empty |= torch.arange(index.shape[1], device=index.device) >= length[:, None]
+    ordered, slot = torch.where(empty, num_keys, index).flatten().sort(stable=True)
+    bounds = torch.arange(num_keys + 1, device=index.device, dtype=ordered.dtype)
     return Inverse(slot=slot, offset=torch.searchsorted(ordered, bounds))
 
 

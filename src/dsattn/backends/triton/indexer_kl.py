@@ -31,6 +31,7 @@ from dsattn.backends.triton.launch import launch
 from dsattn.backends.triton.select_scores import indexer_needs
 from dsattn.errors import BackendUnavailable
 from dsattn.keys import KeyRange
+from dsattn.selection import invert
 
 SCRATCH_BYTES = 2**30
 
@@ -249,6 +250,7 @@ def _selected_backward(
     deterministic: bool,
 ) -> Tensor:
     """dk [S, D] in fp32; fills grads (dq, dw). saved: row_scale, dscore."""
+    assert lines.index is not None
     q_i, k_i, w = indexer
     (rows, heads, width), (slots, keys) = q_i.shape, (saved[1].shape[1], k_i.shape[0])
     dk = torch.zeros(k_i.shape, dtype=torch.float32, device=k_i.device)
@@ -274,27 +276,17 @@ def _selected_backward(
         launch(
             _slot_gradient_kernel, (block.stop - block.start,), *before, parts, block.start, ATOMIC=False, **geometry
         )
-        slot, offset = _slots_by_key(lines, block, keys)
+        held = invert(lines.index[block], keys, lines.end[block])
         launch(
             _slot_sum_kernel,
             (keys,),
-            *(parts, slot, offset, dk),
+            *(parts, held.slot, held.offset, dk),
             D=width,
             WIDTH=triton.next_power_of_2(width),
             SLOTS=16,
             num_warps=2,
         )
     return dk
-
-
-def _slots_by_key(lines: Lines, block: slice, keys: int) -> tuple[Tensor, Tensor]:
-    """The slots that count of a block's [rows, K], sorted by key and then by slot, and where each key's begin."""
-    assert lines.index is not None
-    index, end = lines.index[block], lines.end[block]
-    past = torch.arange(lines.columns, device=index.device) >= end[:, None]
-    ordered, slot = torch.where(past | (index < 0), keys, index).flatten().sort(stable=True)
-    bounds = torch.arange(keys + 1, device=index.device, dtype=ordered.dtype)
-    return slot, torch.searchsorted(ordered, bounds, out_int32=True)
 
 
 @triton.jit(
@@ -367,7 +359,7 @@ def _slot_gradient_kernel(
 
 @triton.jit
 def _slot_sum_kernel(parts, slot, offset, dk, D: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr):
-    """Add to one key's dk [D] the parts [.., D] of its slots, in their order. slot, offset: see `_slots_by_key`."""
+    """Add to one key's dk [D] the parts [.., D] of its slots, in their order. slot, offset: see `Inverse`."""
     key = tl.program_id(0).to(tl.int64)
     x_X = tl.arange(0, WIDTH)
     first = tl.load(offset + key)

@@ -28,7 +28,7 @@ from dsattn.backends.triton.chunks import (
 from dsattn.backends.triton.launch import launch, needs_of
 from dsattn.backends.triton.lines import meet
 from dsattn.backends.triton.sparse_mla import ATOMIC_KEYS
-from dsattn.backends.triton.sparse_mla import _invert as invert
+from dsattn.selection import Inverse, invert
 
 # Scratch of the deterministic backward: rows are taken in runs whose contributions to dk and dv fit.
 SCRATCH_BYTES = 2**30
@@ -356,17 +356,18 @@ def sparse_gqa_backward(
             count = min(run, rows - first)
             rest = (*scratch, scale, first)
             launch(_backward_kernel, (count * groups * blocks,), *before, *rest, ATOMIC=False, **constants)
-            held = invert(index[first : first + count], length[first : first + count], num_keys)
+            part = slice(first, first + count)
+            held = invert(index[part], num_keys, length[part])
             for contributions, total in zip(scratch, (dk, dv), strict=True):
-                _add_by_key(contributions, *held, total, slots, blocks)
+                _add_by_key(contributions, held, total, slots, blocks)
     return dq, dk.to(dtypes[0]), dv.to(dtypes[1])
 
 
-def _add_by_key(contributions: Tensor, slot: Tensor, offset: Tensor, total: Tensor, slots: int, blocks: int) -> None:
+def _add_by_key(contributions: Tensor, held: Inverse, total: Tensor, slots: int, blocks: int) -> None:
     columns = contributions.shape[-1]
     width = min(512, triton.next_power_of_2(columns))
     grid = (total.shape[0], triton.cdiv(columns, width))
-    launch(_sum_kernel, grid, contributions, slot, offset, total, columns, slots, blocks, width, 16)
+    launch(_sum_kernel, grid, contributions, held.slot, held.offset, total, columns, slots, blocks, width, 16)
 
 
 def forward_tiles(heads: int, widths: int, dtype: torch.dtype, shared: int) -> Tiles:

@@ -20,6 +20,7 @@ from dsattn.backends import Call, unmet
 from dsattn.backends.triton.chunks import LN_2, LOG2_E, cut, shared_bytes
 from dsattn.backends.triton.launch import launch, needs_of
 from dsattn.errors import BackendUnavailable
+from dsattn.selection import invert
 
 # What the backward keeps between its kernels: rows are taken in runs for which this is enough.
 SCRATCH_BYTES = 2**31
@@ -386,7 +387,7 @@ def _sum_kernel(
 ):
     """Add to one key's dkv what its slots of a run of rows contributed, in an order that only the slots decide.
 
-    contributions: [rows, BLOCKS, K, C]; slot, offset: which of the run's [rows, K] slots hold each key, see `_invert`.
+    contributions: [rows, BLOCKS, K, C]; slot, offset: which of the run's [rows, K] slots hold each key, see `Inverse`.
     SLOTS sums run side by side and meet at the end.
     """
     key = tl.program_id(0).to(tl.int64)
@@ -504,18 +505,10 @@ def _terms(grad_out: Tensor, out: Tensor, sink: Tensor | None, lse: Tensor) -> t
 def _add_by_key(contributions: Tensor, index: Tensor, length: Tensor, dkv: Tensor) -> None:
     """Add contributions [rows, blocks, K, C] to dkv [S, C], key by key."""
     slots, (keys, width) = index.shape[1], dkv.shape
-    slot, offset = _invert(index, length, keys)
+    held = invert(index, keys, length)
     chunk, rest = cut(width, 512)
     shape = {"C": width, "K": slots, "BLOCKS": contributions.shape[1], "CHUNK": chunk, "REST": rest}
-    launch(_sum_kernel, (keys,), contributions, slot, offset, dkv, **shape, SLOTS=4, num_warps=2)
-
-
-def _invert(index: Tensor, length: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """The slots that the kernel writes, sorted by key and then by slot, and where each key's begin."""
-    past = torch.arange(index.shape[1], device=index.device) >= length[:, None]
-    ordered, slot = torch.where(past | (index < 0), keys, index).flatten().sort(stable=True)
-    bounds = torch.arange(keys + 1, device=index.device, dtype=ordered.dtype)
-    return slot, torch.searchsorted(ordered, bounds)
+    launch(_sum_kernel, (keys,), contributions, held.slot, held.offset, dkv, **shape, SLOTS=4, num_warps=2)
 
 
 def forward_tiles(heads: int, width: int, dtype: torch.dtype, shared: int) -> Tiles:
