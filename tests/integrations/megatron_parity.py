@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from dsattn import KeyRange
+from dsattn.config import source_number
 from dsattn.integrations.megatron import Options, with_dsattn
 from dsattn.integrations.megatron_layout import Groups, rows_of
-from dsattn.model.sharing import source_layer
 from dsattn.ops import indexer_kl, select_keys, sparse_gqa, sparse_mla
 from dsattn.selection import Selection
 
@@ -229,7 +229,7 @@ def tables(report: Report, generator: torch.Generator) -> None:
         )
     for every, offset in itertools.product((1, 2, 3, 4), (0, 1, 2, 3)):
         same = all(
-            dsa.source_dsa_compute_layer(layer, offset, every) == source_layer(layer, every=every, offset=offset)
+            dsa.source_dsa_compute_layer(layer, offset, every) == source_number(layer, every, offset)
             for layer in range(1, 80)
         )
         report.exact("schedules: index sharing", f"every {every}, offset {offset}", same)

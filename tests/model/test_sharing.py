@@ -9,12 +9,8 @@ from dsattn.keys import Layout
 from dsattn.model import Decoder
 from dsattn.model.sharing import (
     Sharing,
-    selecting_layers,
-    selection_sources,
-    selects,
     sharing_from_hf,
     sharing_from_megatron,
-    source_layer,
 )
 from dsattn.nn.state import AttentionOutput, Pass
 from dsattn.ops import indexer_scores
@@ -53,32 +49,17 @@ def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     ],
 )
 def test_published_patterns(offset, every, layers, selecting, sources):
-    assert selecting_layers(layers, every=every, offset=offset) == selecting
-    for layer in range(1, layers + 1):
-        assert source_layer(layer, every=every, offset=offset) == sources.get(layer, layer)
-        assert selects(layer, every=every, offset=offset) == (layer in selecting)
-
-
-def test_the_count_of_a_long_model():
-    assert len(selecting_layers(78, every=4, offset=3)) == 21
-    assert len(selecting_layers(79, every=4, offset=3)) == 22
-    assert selecting_layers(79, every=4, offset=3)[-2:] == (75, 79)
-    assert selecting_layers(0, every=4, offset=3) == ()
-
-
-@pytest.mark.parametrize(
-    ("layer", "every", "offset", "name"),
-    [(0, 1, 0, "layer"), (1, 0, 0, "every"), (1, 1, -1, "offset"), (1.0, 1, 0, "layer"), (True, 1, 0, "layer")],
-)
-def test_bad_integers(layer, every, offset, name):
-    with pytest.raises(InputError, match=f"{name}=.* must be an integer"):
-        source_layer(layer, every=every, offset=offset)
+    dsa = DSAConfig(share_every=every, share_offset=offset)
+    found = ModelConfig(num_layers=layers, dsa=dsa).selection_sources  # from 0; the rule counts from 1
+    assert [source + 1 for source in found] == [sources.get(layer, layer) for layer in range(1, layers + 1)]
+    assert tuple(layer for layer in range(1, layers + 1) if found[layer - 1] == layer - 1) == selecting
 
 
 def test_dense_layers_are_not_counted():
     types = ("dense", "dsa", "dense", "dsa", "dsa", "dsa", "dense")
-    assert selection_sources(types, every=2, offset=0) == (None, 1, None, 1, 4, 4, None)
-    assert selection_sources(("dense",) * 2, every=2, offset=0) == (None, None)
+    config = ModelConfig(num_layers=7, layer_types=types, dsa=DSAConfig(share_every=2))
+    assert config.selection_sources == (None, 1, None, 1, 4, 4, None)
+    assert ModelConfig(num_layers=2, layer_types=("dense",) * 2).selection_sources == (None, None)
 
 
 # What other frameworks call it

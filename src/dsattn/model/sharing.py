@@ -2,7 +2,7 @@
 
 Layers are counted from 1. The first max(offset, 1) of them all select, and so does every `every`-th one after those;
 a layer between reuses the selection of the nearest one before it that selects. `ModelConfig.selection_sources` applies
-the rule, or an explicit list, to the layers of a model; `Sharing` carries what one layer hands to others.
+the rule (`config.source_number`), or an explicit list, to a model; `Sharing` carries what one layer hands to others.
 """
 
 import dataclasses
@@ -12,41 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsattn.config import LayerType, source_number
 from dsattn.errors import InputError
 from dsattn.nn.indexer import IndexerOutput
 from dsattn.nn.state import AttentionOutput, Handed, Pass
 from dsattn.selection import Selection
-
-
-def selects(layer: int, *, every: int, offset: int) -> bool:
-    """Whether `layer` (from 1) selects. Raises InputError for layer < 1, every < 1, offset < 0."""
-    return source_layer(layer, every=every, offset=offset) == layer
-
-
-def source_layer(layer: int, *, every: int, offset: int) -> int:
-    """The layer (from 1) whose selection `layer` uses: itself where it selects. Errors as for `selects`."""
-    for name, value, least in (("layer", layer, 1), ("every", every, 1), ("offset", offset, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(f"{name}={value!r} must be an integer of at least {least}")
-    return source_number(layer, every, offset)
-
-
-def selecting_layers(num_layers: int, *, every: int, offset: int) -> tuple[int, ...]:
-    """The layers of 1 .. num_layers that select."""
-    return tuple(layer for layer in range(1, num_layers + 1) if selects(layer, every=every, offset=offset))
-
-
-def selection_sources(types: Sequence[LayerType], *, every: int, offset: int) -> tuple[int | None, ...]:
-    """For each layer of a model, the index (from 0) of the layer whose selection it uses; None for dense layers.
-
-    `every` and `offset` count the `dsa` layers alone, so dense layers between them change nothing.
-    """
-    dsa = [index for index, kind in enumerate(types) if kind == "dsa"]
-    source = {
-        index: dsa[source_layer(number, every=every, offset=offset) - 1] for number, index in enumerate(dsa, start=1)
-    }
-    return tuple(source.get(index) for index in range(len(types)))
 
 
 def sharing_from_megatron(arguments: Mapping[str, Any], *, hybrid: bool = False) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class SelfAttention(nn.Module):
         if not dense and self.role == "shares" and selection is None:
             raise InputError(
                 f"selection=None, but layer {self.layer_index} has role 'shares' and owns no indexer; "
-                "pass the selection of its source layer (model.sharing.source_layer)"
+                "pass the selection of its source layer (ModelConfig.selection_sources)"
             )
         free = self.role == "selects" and selection is None
         teaches = self.role == "shares" and run.handed is not None and run.handed.index is not None
