@@ -19,7 +19,7 @@ from dsattn.config import (
 )
 from dsattn.keys import Layout
 from dsattn.model.decoder import Decoder
-from dsattn.training import step as step_module
+from dsattn.parallel import recompute
 from dsattn.training.data import IGNORED_LABEL, Pack, fold
 from dsattn.training.stages import set_mode
 from dsattn.training.step import Losses, accumulate_gradients
@@ -94,8 +94,8 @@ def test_padding_changes_nothing(mode: str, depths: int) -> None:
 def test_recompute_changes_no_bit(mode: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     losses, expected = _gradients(mode, 2, depths=2)
     passes: list[Any] = []
-    run = step_module.Pass
-    monkeypatch.setattr(step_module, "Pass", lambda **rest: passes.append(rest["recompute"]) or run(**rest))
+    run = recompute.Pass
+    monkeypatch.setattr(recompute, "Pass", lambda **rest: passes.append(rest["recompute"]) or run(**rest))
     again, got = _gradients(mode, 2, depths=2, recompute=policy)
     assert again == losses
     assert got.keys() == expected.keys()
@@ -106,8 +106,8 @@ def test_recompute_changes_no_bit(mode: str, policy: str, monkeypatch: pytest.Mo
 def test_a_divisor_of_each_micro_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the mean of the micro-batches' means is another number, and other gradients."""
     _, expected = _gradients("sparse", 8)
-    run = step_module.Pass
-    monkeypatch.setattr(step_module, "Pass", lambda kl_divisor, **rest: run(kl_divisor=None, **rest))
+    run = recompute.Pass
+    monkeypatch.setattr(recompute, "Pass", lambda kl_divisor, **rest: run(kl_divisor=None, **rest))
     _, got = _gradients("sparse", 2)
     differs = [n for n in got if "indexer" in n and not torch.allclose(got[n], expected[n], rtol=1e-3, atol=1e-6)]
     assert differs

@@ -140,6 +140,39 @@ Values = Mapping[tuple[str, int], Tensor]
 """By (field of `Share`, layer; 0 where it has none)."""
 
 
+def losses_of(
+    model: Decoder, out: DecoderOutput, micro: MicroBatch, stage: StageConfig, labels: float | Tensor, *, head: bool
+) -> tuple[list[Tensor], Share]:
+    """(weighted losses that learn, all of them for the record), of what `model` or a chunk of it gave for `micro`.
+
+    labels: real labels of the global batch. head: whether the language model's losses are due here.
+    """
+    learns = stage.mode != "warmup"
+    losses: list[Tensor] = []
+    lm = mtp = None
+    if head:
+        with contextlib.nullcontext() if learns else torch.no_grad():
+            lm = model.lm_loss(out.hidden, micro.labels, labels)
+            if out.ahead:
+                ahead = (out.ahead, micro.labels, micro.layout, labels)
+                mtp = model.mtp_losses(*ahead, labels_ahead=micro.labels_ahead)
+        if learns:
+            losses += [lm] if mtp is None else [lm, stage.mtp_weight * mtp.mean()]
+    kl, balance = out.kl_sum, out.balance_sum
+    if kl is not None:
+        losses.append(stage.kl_weight * kl)
+    if balance is not None:
+        losses.append(stage.balance_weight * balance)
+    share = Share(
+        lm=None if lm is None else lm.detach(),
+        mtp=None if mtp is None else mtp.detach(),
+        kl={layer: value.detach() for layer, value in out.kl.items()},
+        balance=None if balance is None else balance.detach(),
+        loads={layer: one.load for layer, one in out.routing.items()},
+    )
+    return losses, share
+
+
 @dataclass(frozen=True, eq=False)
 class Task:
     """What a stage does with one micro-batch.
@@ -203,7 +236,7 @@ class DecoderStage(Decoder):
         learns = task.stage.mode != "warmup"
         with torch.autocast(task.micro.tokens.device.type, torch.bfloat16, enabled=task.bf16):
             states, out = self._advance(entering if learns else tuple(one.detach() for one in entering), task)
-            losses, share = self._losses(states, out, task, learns)
+            losses, share = losses_of(self, out, task.micro, task.stage, task.labels, head=self.chunk.head)
         task.shares.append(share)
         if self.chunk.head and not torch.is_grad_enabled():
             assert share.lm is not None, "the head gives it"
@@ -212,9 +245,8 @@ class DecoderStage(Decoder):
         *before, last = [loss.detach()] if self.chunk.head else [_sent(one, task) for one in states]
         if torch.is_grad_enabled():
             last = _Joined.apply(last, loss, *(() if learns else entering))
-            before = [
-                one.clone() for one in before
-            ]  # of what entered they may be views, and FSDP's hooks warn of those
+            # Of what entered they may be views, and FSDP's hooks warn of those.
+            before = [one.clone() for one in before]
         return last if self.chunk.head else (*before, last)
 
     def _advance(self, entering: tuple[Tensor, ...], task: Task) -> tuple[tuple[Tensor, ...], DecoderOutput]:
@@ -232,34 +264,6 @@ class DecoderStage(Decoder):
             tokens = shifted("tokens_ahead", micro.tokens_ahead, micro.tokens, layout, config.mtp.depths)
             states += backbone.run_depths(chunk.depths, hidden, tokens, layout, run, sharing, routing)
         return states, DecoderOutput(states[0], sharing.selections, sharing.kl, None, states[1:], routing)
-
-    def _losses(
-        self, states: tuple[Tensor, ...], out: DecoderOutput, task: Task, learns: bool
-    ) -> tuple[list[Tensor], Share]:
-        """(weighted losses that learn, all of them for the record)."""
-        micro, stage = task.micro, task.stage
-        losses: list[Tensor] = []
-        lm = mtp = None
-        if self.chunk.head:
-            with contextlib.nullcontext() if learns else torch.no_grad():
-                lm = self.lm_loss(states[0], micro.labels, task.labels)
-                if states[1:]:
-                    ahead = (states[1:], micro.labels, micro.layout, task.labels)
-                    mtp = self.mtp_losses(*ahead, labels_ahead=micro.labels_ahead)
-            if learns:
-                losses += [lm] if mtp is None else [lm, stage.mtp_weight * mtp.mean()]
-        if out.kl_sum is not None:
-            losses.append(stage.kl_weight * out.kl_sum)
-        if out.balance_sum is not None:
-            losses.append(stage.balance_weight * out.balance_sum)
-        share = Share(
-            lm=None if lm is None else lm.detach(),
-            mtp=None if mtp is None else mtp.detach(),
-            kl={layer: value.detach() for layer, value in out.kl.items()},
-            balance=None if out.balance_sum is None else out.balance_sum.detach(),
-            loads={layer: one.load for layer, one in out.routing.items()},
-        )
-        return losses, share
 
     @torch.no_grad()
     def move_routing_biases(self, loads: Mapping[int, Tensor], rate: float) -> None:

@@ -30,7 +30,7 @@ from dsattn.errors import DsattnError, InputError
 from dsattn.model.stage import DecoderStage, MicroBatch, Share, Task
 from dsattn.nn.state import Pass
 from dsattn.parallel.mesh import ParallelMesh
-from dsattn.parallel.recompute import checkpoints
+from dsattn.parallel.recompute import learning_pass
 
 
 class Pipeline:
@@ -86,8 +86,7 @@ class Pipeline:
                 f"{count} micro-batches were given: {self._schedule} needs {what} pp={size}; cut them finer"
             )
         labels, rows = divisors
-        balances = stage.mode != "warmup" and stage.balance_weight > 0
-        run = Pass(mode=stage.mode, kl_divisor=rows, with_balance=balances, recompute=checkpoints(train))
+        run = learning_pass(stage, train, rows)
         return self._run(micro_batches, run, stage, labels, bf16=train.dtype == "bfloat16", learns=True)
 
     @torch.no_grad()

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from dsattn.config import Recompute, TrainConfig
+from dsattn.config import Recompute, StageConfig, TrainConfig
 from dsattn.errors import InputError
+from dsattn.nn.ranks import Ranks
 from dsattn.nn.state import Part, Pass
 
 R = TypeVar("R")
@@ -84,6 +85,12 @@ def checkpointed(stash: "Stash", function: Callable[..., R], *inputs: Tensor, pr
 def checkpoints(train: TrainConfig) -> Checkpoints | None:
     """The policy that a training run asks for."""
     return None if train.recompute == "none" else Checkpoints(train.recompute, train.recompute_reuse_selection)
+
+
+def learning_pass(stage: StageConfig, train: TrainConfig, rows: int, ranks: Ranks | None = None) -> Pass:
+    """The pass of a training step. rows: real rows of the whole global batch. ranks: of the micro-batch."""
+    balances = stage.mode != "warmup" and stage.balance_weight > 0
+    return Pass(mode=stage.mode, kl_divisor=rows, with_balance=balances, recompute=checkpoints(train), ranks=ranks)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

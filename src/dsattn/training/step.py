@@ -4,7 +4,6 @@ Losses are sums divided by counts of the whole global batch (real labels for the
 indexers), so neither the split into micro-batches, nor that over ranks, nor padding changes a gradient.
 """
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,15 +14,13 @@ from torch import Tensor
 from dsattn.config import StageConfig, TrainConfig
 from dsattn.keys import Layout
 from dsattn.model.decoder import Decoder
-from dsattn.model.stage import MicroBatch, Share
-from dsattn.nn.state import Pass
+from dsattn.model.stage import MicroBatch, Share, losses_of
 from dsattn.parallel.apply import Parallel
 from dsattn.parallel.fsdp import last_micro_batch
 from dsattn.parallel.mesh import ParallelMesh
-from dsattn.parallel.recompute import checkpoints
+from dsattn.parallel.recompute import learning_pass
 from dsattn.training.data import Pack
 from dsattn.training.loader import micro_batches, to_device
-from dsattn.training.stages import learns
 
 
 @dataclass(frozen=True)
@@ -112,52 +109,17 @@ def _micro_batches(
     whole: Parallel, micros: Sequence[MicroBatch], stage: StageConfig, train: TrainConfig, divisors: tuple[int, int]
 ) -> Iterable[Share]:
     """Forward and backward of one after the other."""
-    assert isinstance(whole.model, Decoder), "stages go through their pipeline"
-    for number, micro in enumerate(micros, 1):
-        last_micro_batch(whole.model, number == len(micros))
-        yield _micro_batch(whole, to_device(micro, whole.mesh.device), stage, train, divisors)
-
-
-def _micro_batch(
-    whole: Parallel, micro: MicroBatch, stage: StageConfig, train: TrainConfig, divisors: tuple[int, int]
-) -> Share:
-    """Forward and backward."""
-    labels, rows = divisors
-    model = whole.model
+    model, (labels, rows) = whole.model, divisors
     assert isinstance(model, Decoder), "stages go through their pipeline"
-    backbone_learns, _ = learns(stage.mode)
-    with compute(train, micro.tokens.device):
-        balances = backbone_learns and stage.balance_weight > 0
-        run = Pass(
-            mode=stage.mode,
-            kl_divisor=rows,
-            with_balance=balances,
-            recompute=checkpoints(train),
-            ranks=micro.ranks,
-        )
-        out = model(micro.tokens, micro.layout, run, tokens_ahead=micro.tokens_ahead)
-        with contextlib.nullcontext() if backbone_learns else torch.no_grad():
-            lm_loss = model.lm_loss(out.hidden, micro.labels, labels)
-            mtp = lm_loss.new_zeros(0)
-            if out.ahead:
-                ahead = (out.ahead, micro.labels, micro.layout, labels)
-                mtp = model.mtp_losses(*ahead, labels_ahead=micro.labels_ahead)
-    losses = [lm_loss] if backbone_learns else []
-    if backbone_learns and out.ahead:
-        losses.append(stage.mtp_weight * mtp.mean())
-    if out.kl_sum is not None:
-        losses.append(stage.kl_weight * out.kl_sum)
-    balance = out.balance_sum
-    if balance is not None:
-        losses.append(stage.balance_weight * balance)
-    torch.stack(losses).sum().backward()
-    return Share(
-        lm_loss.detach(),
-        mtp.detach(),
-        {layer: value.detach() for layer, value in out.kl.items()},
-        None if balance is None else balance.detach(),
-        {layer: routing.load for layer, routing in out.routing.items()},
-    )
+    for number, on_host in enumerate(micros, 1):
+        last_micro_batch(model, number == len(micros))
+        micro = to_device(on_host, whole.mesh.device)
+        with compute(train, micro.tokens.device):
+            run = learning_pass(stage, train, rows, micro.ranks)
+            out = model(micro.tokens, micro.layout, run, tokens_ahead=micro.tokens_ahead)
+            losses, share = losses_of(model, out, micro, stage, labels, head=True)
+        torch.stack(losses).sum().backward()
+        yield share
 
 
 def _everywhere(share: Share, pairs: int, mesh: ParallelMesh) -> tuple[Share, tuple[int, ...]]:
