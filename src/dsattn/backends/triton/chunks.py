@@ -3,10 +3,14 @@
 A width is cut into chunks of one power of two and a rest padded to another: 512 + 64 and 128 + 64 cost no padding.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from dsattn.errors import BackendUnavailable
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -126,6 +130,19 @@ def shared_bytes(device: torch.device) -> int:
         return SHARED_BYTES
     properties = torch.cuda.get_device_properties(device)
     return getattr(properties, "shared_memory_per_block_optin", SHARED_BYTES)
+
+
+def meet(**operands: Tensor | None) -> list[Tensor | None]:
+    """The operands, by name, contiguous and in the dtype that all promote to; None stays None.
+
+    Raises BackendUnavailable where that is fp64.
+    """
+    dtypes = {name: x.dtype for name, x in operands.items() if x is not None}
+    common = functools.reduce(torch.promote_types, dtypes.values())
+    if common == torch.float64:
+        given = " and ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
+        raise BackendUnavailable(f"triton computes in fp32, but {given}; use the reference")
+    return [None if x is None else x.to(common).contiguous() for x in operands.values()]
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:

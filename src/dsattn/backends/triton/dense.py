@@ -18,6 +18,7 @@ from dsattn.backends.triton.chunks import (
     finite_parts,
     finite_rows,
     load_chunks,
+    meet,
     products,
     scaled,
     shared_bytes,
@@ -26,7 +27,7 @@ from dsattn.backends.triton.chunks import (
 )
 from dsattn.backends.triton.dense_backward import dense_gqa_backward, dense_mla_backward
 from dsattn.backends.triton.launch import launch, needs_of
-from dsattn.backends.triton.lines import Tiles, first_fitting, geometry, key_tiles, lines_of, load_keys, meet, ranges_of
+from dsattn.backends.triton.lines import Tiles, first_fitting, geometry, key_tiles, lines_of, load_keys, ranges_of
 from dsattn.keys import KeyRange
 
 __all__ = ["dense_gqa_backward", "dense_gqa_forward", "dense_mla_backward", "dense_mla_forward", "requirements"]
@@ -171,7 +172,7 @@ def dense_gqa_forward(
     rows, heads, width = q.shape
     out = q.new_empty(rows, heads, value_dim)
     lse = q.new_empty(rows, heads, dtype=torch.float32)
-    q, k, v = meet(q, k, v)
+    q, k, v = meet(q=q, k=k, v=v)
     if scale < 0:
         q, scale = -q, -scale
     groups = k.shape[1]

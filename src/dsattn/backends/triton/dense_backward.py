@@ -18,6 +18,7 @@ from dsattn.backends.triton.chunks import (
     finite_rows,
     load,
     load_chunks,
+    meet,
     products,
     scaled,
     shared_bytes,
@@ -32,7 +33,6 @@ from dsattn.backends.triton.lines import (
     key_tiles,
     lines_of,
     load_keys,
-    meet,
     ranges_of,
     read_by,
 )
@@ -408,7 +408,7 @@ def dense_gqa_backward(
     num_keys, groups, value_dim = k.shape[0], k.shape[1], out.shape[-1]
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dtypes = k.dtype, None if v is None else v.dtype
-    q, k, v = meet(q, k, v)
+    q, k, v = meet(q=q, k=k, v=v)
     if 0 in (rows, heads, num_keys):
         return (
             dq.zero_(),

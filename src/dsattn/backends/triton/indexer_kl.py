@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsattn.backends import Call, unmet
+from dsattn.backends.triton.chunks import meet
 from dsattn.backends.triton.indexer_kl_dense import ranges_backward, ranges_forward
 from dsattn.backends.triton.indexer_kl_rows import (
     Lines,
@@ -23,7 +24,6 @@ from dsattn.backends.triton.indexer_kl_rows import (
     fill_loss,
     fill_target,
     lines_of,
-    meet,
     row_blocks,
     sum_over_,
 )
@@ -85,8 +85,8 @@ def indexer_kl_forward(
     score_lse[1] = -torch.inf  # of rows that read nothing, where there is nothing to launch
     dscore = mass.new_empty(rows, 0 if index is None else index.shape[1])
     row_values = (loss, score_lse[0], score_lse[1], mass)
-    q_i, k_i = meet(q_i, k_i)
-    q, kv = meet(q, kv)
+    q_i, k_i = meet(q_i=q_i, k_i=k_i)
+    q, kv = meet(q=q, kv=kv)
     lines = lines_of(index, length, keys, real, k_i.shape[0])
     if min(*q_i.shape, *q.shape, lines.columns, k_i.shape[0]) == 0:
         return loss.sum() / divisor, score_lse, mass, dscore.zero_()
@@ -123,14 +123,14 @@ def indexer_kl_backward(
     _refuse_fp64(q_i, k_i, w, q, kv, lse)
     dq, dw = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_i, w))
     key_dtype = k_i.dtype
-    q_i, k_i = meet(q_i, k_i)
+    q_i, k_i = meet(q_i=q_i, k_i=k_i)
     lines = lines_of(index, length, keys, real, k_i.shape[0])
     if min(*q_i.shape, *q.shape, lines.columns, k_i.shape[0]) == 0:
         return dq.zero_(), torch.zeros(k_i.shape, dtype=key_dtype, device=k_i.device), dw.zero_()
     row_scale = row_scale.float().contiguous()
     with torch.cuda.device_of(q):
         if lines.index is None:
-            target = (*meet(q, kv), lse.contiguous())
+            target = (*meet(q=q, kv=kv), lse.contiguous())
             saved = (row_scale, score_lse.contiguous(), mass.contiguous())
             dk = ranges_backward((q_i, k_i, w), target, lines, scale, relu, group, saved, (dq, dw))
         else:

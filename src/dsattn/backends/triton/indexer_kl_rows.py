@@ -344,12 +344,6 @@ def fill_dscore(
     )
 
 
-def meet(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in their common dtype, contiguous."""
-    common = torch.promote_types(a.dtype, b.dtype)
-    return a.to(common).contiguous(), b.to(common).contiguous()
-
-
 def row_blocks(rows: int, bytes_per_row: int, scratch: int, multiple: int = 1) -> list[slice]:
     """Slices of at most scratch / bytes_per_row rows, a multiple of `multiple` where that fits, at least one row."""
     step = max(1, scratch // bytes_per_row)

@@ -12,10 +12,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from dsattn.backends.triton.chunks import cut, load_chunks
-from dsattn.errors import BackendUnavailable
 
 
 class Tiles(NamedTuple):
@@ -122,12 +120,3 @@ def geometry(heads: int, groups: int, width: int, value_dim: int, shared_kv: boo
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }
-
-
-def meet(q: Tensor, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    common = torch.promote_types(q.dtype, k.dtype if v is None else torch.promote_types(k.dtype, v.dtype))
-    if common == torch.float64:
-        given = f"q is {q.dtype} and k {k.dtype}" + ("" if v is None else f" and v {v.dtype}")
-        raise BackendUnavailable(f"triton computes in fp32, but {given}; use the reference")
-    q, k = q.to(common).contiguous(), k.to(common).contiguous()
-    return q, k, None if v is None else v.to(common).contiguous()

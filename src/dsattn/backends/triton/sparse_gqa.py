@@ -19,6 +19,7 @@ from dsattn.backends.triton.chunks import (
     contiguous,
     cut,
     load_chunks,
+    meet,
     products,
     scaled,
     shared_bytes,
@@ -26,7 +27,6 @@ from dsattn.backends.triton.chunks import (
     zeros,
 )
 from dsattn.backends.triton.launch import launch, needs_of
-from dsattn.backends.triton.lines import meet
 from dsattn.backends.triton.sparse_mla import ATOMIC_KEYS
 from dsattn.selection import Inverse, invert
 
@@ -298,7 +298,7 @@ def sparse_gqa_forward(
     groups, value_dim = k.shape[1], v.shape[2]
     out = q.new_empty(rows, heads, value_dim)
     lse = q.new_empty(rows, heads, dtype=torch.float32)
-    q, k, v = meet(q, k, v)
+    q, k, v = meet(q=q, k=k, v=v)
     if heads == 0:
         return out, lse
     tiles = forward_tiles(heads // groups, width + value_dim, q.dtype, shared_bytes(q.device))
@@ -336,7 +336,7 @@ def sparse_gqa_backward(
     dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
     dv = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
     dtypes = k.dtype, v.dtype
-    q, k, v = meet(q, k, v)
+    q, k, v = meet(q=q, k=k, v=v)
     if 0 in (rows, heads, num_keys, slots):
         return dq.zero_(), dk.to(dtypes[0]), dv.to(dtypes[1])
     tiles = backward_tiles(heads // groups, width + value_dim, q.dtype, shared_bytes(q.device))

@@ -17,9 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dsattn.backends import Call, unmet
-from dsattn.backends.triton.chunks import LN_2, LOG2_E, cut, shared_bytes
+from dsattn.backends.triton.chunks import LN_2, LOG2_E, cut, meet, shared_bytes
 from dsattn.backends.triton.launch import launch, needs_of
-from dsattn.errors import BackendUnavailable
 from dsattn.selection import invert
 
 # What the backward keeps between its kernels: rows are taken in runs for which this is enough.
@@ -420,7 +419,7 @@ def sparse_mla_forward(
     lse = q.new_empty(rows, heads, dtype=torch.float32)
     if rows == 0 or heads == 0:
         return out, lse
-    q, kv = _meet(q, kv)
+    q, kv = meet(q=q, kv=kv)
     sink = None if sink is None else sink.contiguous()
     tiles = forward_tiles(heads, width, q.dtype, shared_bytes(q.device))
     shape = {"H": heads, "C": width, "V": value_dim, "K": index.shape[1], "STAGES": tiles.num_stages}
@@ -456,7 +455,7 @@ def sparse_mla_backward(
     if 0 in (rows, heads, keys, slots):
         return dq.zero_(), dkv.to(kv.dtype)
     kv_dtype = kv.dtype
-    q, kv = _meet(q, kv)
+    q, kv = meet(q=q, kv=kv)
     grad_out, index, length = grad_out.to(q.dtype).contiguous(), index.contiguous(), length.contiguous()
     atomic = not deterministic and keys <= ATOMIC_KEYS
     shared = shared_bytes(q.device)
@@ -555,10 +554,3 @@ def _options(tiles: Tiles) -> dict[str, int]:
     options = {"HEADS": tiles.heads, "KEYS": tiles.keys, "CHUNK": tiles.chunk}
     options |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     return options if tiles.registers is None else options | {"maxnreg": tiles.registers}
-
-
-def _meet(q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-    common = torch.promote_types(q.dtype, kv.dtype)
-    if common == torch.float64:
-        raise BackendUnavailable(f"triton computes in fp32, but q is {q.dtype} and kv {kv.dtype}; use the reference")
-    return q.to(common).contiguous(), kv.to(common).contiguous()
