@@ -94,7 +94,7 @@ def page(run_dir: Path) -> Page:
 def whole(tmp_path_factory) -> str:
     """The report of a whole run, drawn once for all who only read it."""
     run_dir = tmp_path_factory.mktemp("whole")
-    make_run(run_dir, commit="abc123")
+    make_run(run_dir)
     return write_report(run_dir).read_text(encoding="utf-8")
 
 
@@ -124,7 +124,7 @@ def test_it_needs_nothing_from_outside(whole):
 def test_the_numbers_are_in_it(whole):
     found = Page(whole).text
     stages = "dense (2 steps) → sparse (2 steps)"
-    for text in ("1,234,567", "7,654,321", "abc123", stages, "40 rows", "0.800", "2.3457"):
+    for text in ("1,234,567", "7,654,321", stages, "40 rows", "0.800", "2.3457"):
         assert text in found, text
     assert closing_table(summary(health())) in found
 

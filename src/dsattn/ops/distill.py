@@ -18,9 +18,9 @@ from dsattn.errors import InputError
 from dsattn.keys import KeyRange
 from dsattn.ops.distill_reference import backward_reference, forward_reference
 from dsattn.ops.first_use import serve
-from dsattn.ops.indexer import check_indexer, wide_dtype
+from dsattn.ops.indexer import check_floating, check_indexer, wide_dtype
 from dsattn.ops.operator import operator
-from dsattn.ops.sparse_mla import check_floating, check_selection
+from dsattn.ops.sparse_mla import check_selection
 from dsattn.selection import Selection
 
 

@@ -38,7 +38,12 @@ def check_indexer(q: Tensor, k: Tensor, w: Tensor, keys: KeyRange, mark: str = "
     if w.shape != (rows, heads):
         raise InputError(f"w must be [{rows}, {heads}] to meet q{mark} {list(q.shape)}, got {list(w.shape)}")
     check_keys(keys, f"q{mark}", q)
-    for name, value in ((f"q{mark}", q), (f"k{mark}", k), ("w", w)):
+    check_floating(**{f"q{mark}": q, f"k{mark}": k, "w": w})
+
+
+def check_floating(**operands: Tensor) -> None:
+    """Raise InputError where an operand is not floating point: its products would be cut to integers."""
+    for name, value in operands.items():
         if not value.is_floating_point():
             raise InputError(f"{name} must be floating point, got {value.dtype}")
 

@@ -14,9 +14,9 @@ from dsattn.errors import InputError
 from dsattn.ops import softmax
 from dsattn.ops.first_use import serve
 from dsattn.ops.gathered import attend, attend_backward
-from dsattn.ops.indexer import wide_dtype
+from dsattn.ops.indexer import check_floating, wide_dtype
 from dsattn.ops.operator import operator
-from dsattn.ops.sparse_mla import check_floating, check_selection, check_sink
+from dsattn.ops.sparse_mla import check_selection, check_sink
 from dsattn.selection import Selection
 
 

@@ -16,7 +16,7 @@ from dsattn.errors import InputError
 from dsattn.ops import softmax
 from dsattn.ops.first_use import serve
 from dsattn.ops.gathered import attend, attend_backward
-from dsattn.ops.indexer import wide_dtype
+from dsattn.ops.indexer import check_floating, wide_dtype
 from dsattn.ops.operator import operator
 from dsattn.selection import Selection
 
@@ -59,13 +59,6 @@ def check_mla(q: Tensor, kv: Tensor, value_dim: int, sink: Tensor | None) -> Non
         raise InputError(f"value_dim={value_dim} must be between 1 and the latent width {q.shape[2]}")
     check_floating(q=q, kv=kv)
     check_sink(q, sink)
-
-
-def check_floating(**operands: Tensor) -> None:
-    """Raise InputError where an operand is not floating point: its products would be cut to integers."""
-    for name, value in operands.items():
-        if not value.is_floating_point():
-            raise InputError(f"{name} must be floating point, got {value.dtype}")
 
 
 def check_sink(q: Tensor, sink: Tensor | None) -> None:

@@ -109,8 +109,8 @@ class Console:
             pace: Any = {"mininterval": 0.2 if sys.stderr.isatty() else _LOG_SECONDS, "smoothing": 0.1}
             self._bar = tqdm(total=self.total_steps, initial=self._begun_at, unit="step", dynamic_ncols=True, **pace)
         losses = [f"{name} {value:#.3g}" for name, value in (("lm", lm_loss), ("kl", kl)) if value is not None]
-        shown = [mode, *losses]
-        self._bar.set_postfix_str(f"{', '.join(shown)}, {tokens_per_second:,.0f} tok/s", refresh=False)
+        shown = [mode, *losses, f"{tokens_per_second:,.0f} tok/s"]
+        self._bar.set_postfix_str(", ".join(shown), refresh=False)
         self._bar.update(step - self._bar.n)
 
     def say(self, text: str) -> None:
@@ -182,7 +182,7 @@ def _what_ran(run_dir: Path, events: Events, summary: Mapping[str, Any] | None) 
     stages = stages_of(events)
     if stages:
         facts.append(("stages", " → ".join(f"{s.mode} ({s.last - s.first + 1:,} steps)" for s in stages)))
-    for name in ("recipe", "device", "parameters", "tokens", "seconds", "commit", "checkpoint"):
+    for name in ("recipe", "device", "parameters", "tokens", "seconds", "checkpoint"):
         value = (summary or {}).get(name)
         if value is not None:
             facts.append((name, f"{value:,.0f}" if isinstance(value, int | float) else str(value)))
