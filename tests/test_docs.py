@@ -3,6 +3,8 @@
 import ast
 import dataclasses
 import functools
+import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,6 +94,21 @@ def options_of(kind: type) -> dict[str, str]:
     return {item.name: shown(item) for item in dataclasses.fields(kind)}
 
 
+def meanings_of(kind: type) -> dict[str, str]:
+    """The sentence of each field, which `--help` shows, without what stands in brackets."""
+    (body,) = (one.body for one in CONFIG_SOURCE if isinstance(one, ast.ClassDef) and one.name == kind.__name__)
+    return {
+        item.target.id: plain(about.value.value)
+        for item, about in itertools.pairwise(body)
+        if isinstance(item, ast.AnnAssign) and isinstance(about, ast.Expr)
+    }
+
+
+def plain(sentence: str) -> str:
+    """On one line, without what stands in brackets: links in the guide, bars that would cut a table in the code."""
+    return re.sub(r" \([^)]*\)+", "", " ".join(sentence.split()))
+
+
 def options_told(text: str) -> dict[str, str]:
     return {cells[0].strip("` "): cells[1].strip("` ") for cells in rows(text)}
 
@@ -116,6 +133,7 @@ def broken_links(name: str, text: str) -> list[str]:
     return broken
 
 
+CONFIG_SOURCE = ast.parse(read("src/dsattn/config.py")).body
 CONFIGS = {
     name: kind for name, kind in vars(config).items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)
 }
@@ -164,6 +182,13 @@ def test_a_promise_without_a_test_is_seen() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_guide_has_every_option_with_its_default(name: str) -> None:
     assert options_told(sections(read("docs/guide.md"), 3)[name]) == options_of(CONFIGS[name])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_guide_and_help_say_the_same_of_every_option(name: str) -> None:
+    text = sections(read("docs/guide.md"), 3)[name]
+    assert {cells[0].strip("` "): plain(cells[2]) for cells in rows(text)} == meanings_of(CONFIGS[name])
+    assert plain(text).startswith(plain(inspect.getdoc(CONFIGS[name]).partition("\n\n")[0]))
 
 
 def test_a_changed_default_is_seen() -> None:

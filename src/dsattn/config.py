@@ -197,7 +197,7 @@ class RopeConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig(Checked):
-    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434) in its absorbed form."""
+    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434): absorbed where sparse or cached, else expanded."""
 
     heads: int = 128
     """Query heads H."""
@@ -870,7 +870,7 @@ class TrainConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Checked):
-    """Degrees of parallelism; the product of dp_replicate, dp_shard, cp, tp and pp is the number of processes."""
+    """Degrees of parallelism. Their product without `ep` is the number of processes that `torchrun` starts."""
 
     dp_replicate: int = 1
     """Replicas of the whole model."""

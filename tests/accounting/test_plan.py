@@ -336,8 +336,8 @@ def test_scratch_counts_from_where_kernels_take_it():
         accounting.memory_plan(dataclasses.replace(small, data=DataConfig(pack_tokens=tokens)), "sparse")
         for tokens in (40959, 40960)
     )
-    assert short.moment == "MLP of a selects layer, backward"
-    assert long.moment == "attention of a selects layer, backward", "contributions are 2 GiB"
+    assert short.moment == "MLP of a layer that selects, backward"
+    assert long.moment == "attention of a layer that selects, backward", "contributions are 2 GiB"
     assert long.at_work["scratch"] > 2**31
     assert sum(long.parts.values()) == long.peak
     assert all(long.parts.values())

@@ -23,6 +23,13 @@ def run(tmp_path, capsys):
     return run
 
 
+def test_help_names_what_is_no_operation(capsys):
+    """Each has options of its own, which nothing else leads to."""
+    assert main(["bench", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"`bench {name}" in text for name in bench._SECTIONS if name != "all")
+
+
 def test_a_family_is_both_directions(run, tmp_path):
     code, found, text, _ = run("sparse_mla", "--commit", "abc", "--dirty")
     assert code == 0

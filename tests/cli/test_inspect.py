@@ -71,7 +71,7 @@ def test_text_shorter_than_a_pack_is_said(run_dir, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ([], 2, "RUN"),
+        ([], 2, "MODEL"),
         (["nowhere"], 1, "'nowhere' holds no checkpoint"),
         (["RUN", "--packs", "0"], 2, "--packs 0 must be at least 1"),
         (["RUN", "--pack-tokens", "1"], 2, "--pack-tokens 1 must be at least 2"),

@@ -82,10 +82,19 @@ def test_help_explains_every_field_with_its_default(name, capsys):
 
 
 def test_help_lists_recipes(capsys):
-    for arguments in (["--help"], ["--list"]):
-        assert main(["train", *arguments]) == 0
-        text = capsys.readouterr().out
-        assert all(name in text and recipe.__doc__.splitlines()[0] in text for name, recipe in RECIPES.items())
+    assert main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text and recipe.__doc__.splitlines()[0] in text for name, recipe in RECIPES.items())
+
+
+@pytest.mark.parametrize("command", ["train", "doctor", "flops"])
+def test_a_wrong_recipe_is_told_where_the_recipes_are(command, capsys):
+    """At a command whose help has them."""
+    assert main([command, "nosuch"]) == 2
+    (hint,) = re.findall(r"\(see dsattn ([^)]+)\)", capsys.readouterr().err)
+    assert main(hint.split()) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in RECIPES)
 
 
 def test_without_options_the_recipe_is_trained_as_it_is(trained):

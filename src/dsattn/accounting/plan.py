@@ -22,6 +22,7 @@ from dsattn.config import Mode, RunConfig
 Device = Literal["cpu", "cuda"]
 
 WORKSPACE = 2**25  # cuBLAS's, on a Hopper GPU
+_NAMES = {"selects": "a layer that selects", "shares": "a layer that shares", "dense": "a dense layer"}
 
 
 @dataclass(frozen=True)
@@ -138,19 +139,19 @@ def _moments(here: Place, kept: list[Kept], run: RunConfig, device: Device) -> d
         whole, own = sum(one.everything().values()), sum(layer_parts_kept(one, policy).values())
         mlp = sum(one.of_mlp().values()) if one.backbone_learns else 0
         again = {"none": 0, "full": whole - own, "selective": _attention_again(one)}[policy]
-        name = f"{one.layer.role} layer"
+        name = _NAMES[one.layer.role]
         stream = 2 * FP32 * run.model.hidden_size // here.stream_shards
         if one.runs_again:
             scratch = max(attention_backward(one, here, device), indexer_loss(one, here, device))  # one after the other
             behind = -mlp if policy != "selective" else 0
-            moments[f"attention of a {name}, backward"] = {
+            moments[f"attention of {name}, backward"] = {
                 **_again(rows * (again + behind)),
                 "gradients in flight": rows * (_gradients(one) + stream),
                 "scratch": scratch,
             }
         if one.backbone_learns:
             again = mlp if policy == "selective" else again
-            moments[f"MLP of a {name}, backward"] = {
+            moments[f"MLP of {name}, backward"] = {
                 **_again(rows * again),
                 "gradients in flight": rows * (_mlp_gradients(one) + stream),
             }
@@ -161,7 +162,7 @@ def _moments(here: Place, kept: list[Kept], run: RunConfig, device: Device) -> d
         else:
             q, k, v, out = one.core()
             first = v + out + (0 if policy == "none" and one.has_loss else q + k)
-        moments[f"attention of a {name}, forward"] = {**_again(rows * first), "scratch": scratch}
+        moments[f"attention of {name}, forward"] = {**_again(rows * first), "scratch": scratch}
     return moments or {"nothing": {}}
 
 

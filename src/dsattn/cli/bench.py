@@ -34,6 +34,8 @@ class Options:
     """Check an operation against fp64, then time it, beside installed peers if asked to; one JSON line a result.
 
     OP is `all`, an operation such as sparse_mla.backward, or both of its directions: sparse_mla.
+    `bench select` measures selection in low precision, `bench record RUN` the keys that a trained run selects, and
+    `bench plot FILE` draws records again; each has a --help of its own.
     """
 
     op: tyro.conf.Positional[str] = "all"

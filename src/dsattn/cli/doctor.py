@@ -42,7 +42,7 @@ _DESCRIPTION = (
 def run(arguments: list[str]) -> int:
     """Print everything that a bug report should hold, and what a run would need. Starts no process group."""
     given = bool(arguments) and not arguments[0].startswith("-")
-    name = pick("recipe", arguments[0], RECIPES, "dsattn train --list") if given else DEFAULT
+    name = pick("recipe", arguments[0], RECIPES, "dsattn train --help") if given else DEFAULT
     prog = f"dsattn doctor {name}"
     config = parse(RunConfig, arguments[given:], prog=prog, description=_DESCRIPTION, default=RECIPES[name]())
     parts = {

@@ -42,7 +42,7 @@ class Options:
     share an index.
     """
 
-    run: tyro.conf.Positional[Path]
+    model: tyro.conf.Positional[Path]
     """Folder of a run, one checkpoint in it, or a Hugging Face folder (config.json, *.safetensors, tokenizer)."""
     source: Annotated[str | None, tyro.conf.arg(aliases=["--text"])] = None
     """Text to measure on: a file, a folder or a glob. None takes the run's held-out text; other folders have none."""
@@ -122,13 +122,13 @@ def overlap_table(overlap: "Overlap") -> str:
 def _load(options: Options) -> "tuple[Decoder, RunConfig]":
     from dsattn.training.runs import find_checkpoint, load_run
 
-    if find_checkpoint(options.run) is not None or not (options.run / "config.json").is_file():
-        return load_run(options.run, options.device)
+    if find_checkpoint(options.model) is not None or not (options.model / "config.json").is_file():
+        return load_run(options.model, options.device)
     from dsattn.integrations.checkpoints import load_model
 
     if options.source is None:
-        raise UsageError(f"{options.run} is no run of dsattn and names no text; give --text")
-    return load_model(options.run, options.device)
+        raise UsageError(f"{options.model} is no run of dsattn and names no text; give --text")
+    return load_model(options.model, options.device)
 
 
 def _write_plots(folder: Path, health: "Health", overlap: "Overlap") -> None:

@@ -18,7 +18,7 @@ _DESCRIPTION = (
 
 def run(arguments: list[str]) -> int:
     """Train; 0 also where SIGTERM or SIGINT stopped the run after saving it."""
-    if arguments and arguments[0] in ("-h", "--help", "--list"):
+    if arguments and arguments[0] in ("-h", "--help"):
         print(_help())
         return 0
     if not arguments:
@@ -36,7 +36,7 @@ def run(arguments: list[str]) -> int:
 
 def read_config(arguments: list[str], *, processes: int | None = None) -> tuple[str, RunConfig]:
     """(recipe's name, its configuration with the changes asked for). processes: how many there are, where it counts."""
-    name = pick("recipe", arguments[0], RECIPES, "dsattn train --list")
+    name = pick("recipe", arguments[0], RECIPES, "dsattn train --help")
     recipe = RECIPES[name]
     description = _DESCRIPTION.format((recipe.__doc__ or "").strip())
     prog = f"dsattn train {name}"
