@@ -65,9 +65,11 @@ def select_keys(
     precision: `bf16` multiplies operands as they are given, fp32 accumulation (fp64 for fp64 inputs). `fp8` rounds q
         and k to E4M3 first, one fp32 scale a vector; `mxfp8` to E4M3 by a power of two for every 32 lanes, D a multiple
         of 32. It decides which keys are selected and nothing else.
+    relu: ReLU between products and head weights, as in published models.
     return_scores: also give the selected scores, fp32 (fp64 for fp64 inputs), of the operands as given.
     block_bytes: most bytes of scores alive at once, with what ranking keeps beside them; one tile of `tile_shape` plus
     K candidates a row is the least. The same bits for any value, and whatever other rows share the call.
+    Returns a Selection of width K, also where fewer keys exist; a row without keys selects nothing.
     Not differentiable: an index has no gradient, and the indexer learns from `indexer_kl` alone.
     Raises InputError on shapes that do not fit, BackendUnavailable where `backend` cannot have `precision`.
     """

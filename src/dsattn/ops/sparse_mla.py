@@ -41,7 +41,8 @@ def sparse_mla(
     only, not differentiable. A row without keys gives out 0, lse -inf, and neither takes nor gives gradient.
     Gradients reach q, kv and sink. -1 slots never read memory: NaN in rows nobody selected stays there.
     deterministic: gradients repeat bit for bit; None follows `dsattn.settings` and torch's switch.
-    Raises InputError on shapes that do not fit, BackendUnavailable where `backend` cannot serve.
+    Raises InputError on shapes that do not fit, IndexError (on the CPU) where the selection holds a key row that does
+    not exist, BackendUnavailable where `backend` cannot serve.
     """
     check_mla(q, kv, value_dim, sink)
     check_selection(q, selection)
