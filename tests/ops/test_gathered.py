@@ -5,8 +5,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsattn.ops import blocks
-from dsattn.ops.gathered import attend, attend_backward, gather, gather_index, with_zero_row
+from dsattn.ops import blocks, dsa_attention, sparse_gqa, sparse_mla
+from dsattn.ops.distill_reference import attention_shares
+from dsattn.ops.gathered import attend, attend_backward, gather, gather_index, used_slots, with_zero_row
+from dsattn.selection import Selection
 from dsattn.testing import make_case, random_selection
 
 
@@ -72,3 +74,39 @@ def test_no_tensor_of_rows_times_keys() -> None:
         out, lse = attend(q, kv, None, index, None, 0.3, width)
         attend_backward(torch.randn_like(out), q, kv, None, index, None, out, lse, 0.3, False)
     assert rows * top_k < largest.elements < rows * rows
+
+
+def test_slots_past_the_keys_are_empty_or_an_error() -> None:
+    index = torch.tensor([[0, 1, -1, -1], [1, -1, -1, -1]], dtype=torch.int32)
+    assert used_slots(index, 2).tolist() == [[0, 1], [1, -1]]
+    assert used_slots(index, 9).tolist() == index.tolist()
+    assert used_slots(index.fill_(-1), 0).shape == (2, 0)
+    hole = torch.tensor([[0, -1, -1], [-1, -1, 1]], dtype=torch.int32)
+    with pytest.raises(IndexError, match=r"keys behind slot 2, but there are 2 keys; .*Selection.from_index"):
+        sparse_mla(torch.ones(2, 1, 3), torch.ones(2, 3), Selection(hole, hole[:, 0]), scale=1.0, value_dim=2)
+
+
+def test_work_follows_the_keys_there_are_not_k() -> None:
+    """K = 20,000 and 8 rows: nothing is made that is larger than the index."""
+    case = make_case("packed", dtype=torch.float64)
+    few = random_selection(case.keys, case.layout.num_keys, 9)
+    many = Selection(torch.nn.functional.pad(few.index[:8], (0, 20_000 - 9), value=-1), few.length[:8])
+    few, rows = Selection(few.index[:8], few.length[:8]), slice(8)
+    learn = [x.requires_grad_() for x in (case.q, case.kv, case.k, case.v, case.q_i, case.k_i, case.w)]
+    q, kv, k, v, q_i, k_i, w = learn
+
+    def run(selection: Selection) -> list[Tensor]:
+        gqa, _ = sparse_gqa(q[rows], k, v, selection, scale=0.3)
+        indexer = (q_i[rows], k_i, w[rows], case.keys.row_slice(0, 8))
+        out, lse, kl = dsa_attention(q[rows], kv, selection, *indexer, scale=0.3, kl_weight=2.0, value_dim=16)
+        shares = attention_shares(q[rows], kv, selection.index, lse, 0.3)
+        grads = torch.autograd.grad(gqa.square().sum() + out.square().sum() + kl, learn)
+        return [gqa, out, lse, kl, shares[:, :9], *grads]
+
+    for got, wanted in zip(run(many), run(few), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13)
+    with torch.no_grad(), Largest() as largest:
+        out, lse = attend(q[rows], kv, None, many.index, None, 0.3, 16)
+        attend_backward(torch.ones_like(out), q[rows], kv, None, many.index, None, out, lse, 0.3, True)
+        attention_shares(q[rows], kv, many.index, lse, 0.3)
+    assert largest.elements == many.index.numel()

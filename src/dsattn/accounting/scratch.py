@@ -91,9 +91,9 @@ def _cpu_attention(one: Kept, here: Place) -> int:
     if not one.sparse:
         return CPU_BLOCK
     width = attention.head_dim * 2 if isinstance(attention, GQAConfig) else attention.latent_width
-    a_row = FP32 * one.config.dsa.indexer.top_k * (width + 3 * heads)
-    block = min(rows, max(1, CPU_BLOCK // (2 * a_row)))
-    return block * FP32 * one.config.dsa.indexer.top_k * 3 * (width + heads)
+    slots = max(1, min(one.config.dsa.indexer.top_k, here.keys))
+    block = min(rows, max(1, CPU_BLOCK // (2 * FP32 * slots * (width + 3 * heads))))
+    return block * FP32 * slots * 3 * (width + heads)
 
 
 def loss_target(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dsattn.keys import KeyRange
 from dsattn.ops import softmax
 from dsattn.ops.blocks import add_rows_, row_blocks
-from dsattn.ops.gathered import gather, gather_index, with_zero_row
+from dsattn.ops.gathered import gather, gather_index, used_slots, with_zero_row
 from dsattn.ops.indexer import shared_key_gradients, wide_dtype
 from dsattn.ops.ranged import by_group, range_blocks
 
@@ -103,7 +103,7 @@ def forward_reference(
         peak[part] = top
         if isinstance(tile.keys, Tensor):  # such a tile is all that its rows read
             whole = _dscore(relative, total[part].log(), tile.target, mass[part])
-            dscore[part] = whole.masked_fill_(tile.keys == len(k_i), 0)
+            dscore[part, : whole.shape[1]] = whole.masked_fill_(tile.keys == len(k_i), 0)
     rest = total.log()
     kl = (entropy - cross) / mass - mass.log() + rest
     live = real & (mass != 0)
@@ -118,13 +118,15 @@ def attention_shares(q: Tensor, kv: Tensor, index: Tensor, lse: Tensor, scale: f
     """
     wide = wide_dtype(q, kv)
     shares_TK = q.new_zeros(index.shape, dtype=wide)
+    index = used_slots(index, len(kv))
     attention_SC = with_zero_row(kv.flatten(1), wide)
     per_key = attention_SC.shape[1] + 3 * q.shape[1]
     for rows in row_blocks(len(q), wide.itemsize * index.shape[1] * per_key, index.device):
         read_RK = index[rows] >= 0
         k_RKGC = gather(attention_SC, gather_index(index[rows], len(kv))).unflatten(-1, (-1, q.shape[2]))
         q_RHC = q[rows].to(wide).masked_fill(~read_RK.any(1)[:, None, None], 0)  # 0 * NaN must not be met
-        shares_TK[rows] = _target(q_RHC, k_RKGC, lse[rows].to(wide), scale, False).masked_fill(~read_RK, 0)
+        target_RK = _target(q_RHC, k_RKGC, lse[rows].to(wide), scale, False)
+        shares_TK[rows, : index.shape[1]] = target_RK.masked_fill(~read_RK, 0)
     return shares_TK
 
 
@@ -163,7 +165,7 @@ def backward_reference(
             relative_RW = tile.score.sub_(score_lse[0, part, None])
             dscore_RW = _dscore(relative_RW, score_lse[1, part], tile.target, mass[part])
         else:
-            dscore_RW = dscore[part]
+            dscore_RW = dscore[part, : tile.score.shape[1]]
         dscore_RW = torch.where(row_scale[part] == 0, 0.0, dscore_RW * row_scale[part])
         if isinstance(tile.keys, slice):
             dq_tile, dk_tile, dw_tile = shared_key_gradients(tile.q, tile.k, tile.w, tile.dot, dscore_RW, relu)
@@ -212,7 +214,7 @@ def _tiles(x: _Inputs, *, with_target: bool = True) -> Iterator[_Tile]:
         score_RW = torch.einsum("hrw,rh->rw", dot_HRW.relu() if x.relu else dot_HRW, w_RH)
         target_RW = torch.zeros_like(score_RW)
         if x.target is not None:
-            target_RW = x.target[rows].to(x.wide, copy=True)
+            target_RW = x.target[rows, : score_RW.shape[1]].to(x.wide, copy=True)
         elif with_target:
             target_RW = _target(x.q[rows].to(x.wide), k_attention, x.lse[rows].to(x.wide), x.scale, shared)
         if read_RW is not None:
@@ -244,10 +246,11 @@ def _shared(x: _Inputs) -> Iterator[_Cut]:
 
 def _selected(x: _Inputs, index: Tensor, with_target: bool) -> Iterator[_Cut]:
     """Key rows of their own [R, K]: k [R, K, D], attention keys [R, K, G, C] (G = 0 without target), read [R, K]."""
+    keys, width = x.k_i.shape[0], x.q.shape[2]
+    index = used_slots(index, keys)
     if not index.shape[1]:  # nothing is read, and there is no maximum of nothing
         return
     index = index.masked_fill(~x.real[:, None], -1)
-    keys, width = x.k_i.shape[0], x.q.shape[2]
     attention = x.kv.flatten(1) if with_target else x.kv.flatten(1)[:, :0]
     k_SD, attention_SC = with_zero_row(x.k_i, x.wide), with_zero_row(attention, x.wide)
     per_key = 2 * k_SD.shape[1] + attention_SC.shape[1] + 3 * (x.q.shape[1] + x.q_i.shape[1])

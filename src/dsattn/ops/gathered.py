@@ -20,7 +20,7 @@ def attend(
     q: [T, H, C], k: [S, C], v: [S, V] or None (then k's leading `value_dim` channels), index: [T, K] with -1 in empty
     slots, sink: [T, H] or None. Returns out [T, H, V] in q's dtype and lse [T, H].
     """
-    wide = wide_dtype(q, k)
+    wide, index = wide_dtype(q, k), used_slots(index, k.shape[0])
     k_SC, v_SV = with_zero_row(k, wide), None if v is None else with_zero_row(v, wide)
     out = torch.empty(*q.shape[:2], value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(*q.shape[:2], dtype=wide, device=q.device)
@@ -53,7 +53,7 @@ def attend_backward(
 
     dv is None where the values are the keys' leading channels: dk then holds both.
     """
-    wide, value_dim = lse.dtype, out.shape[-1]
+    wide, value_dim, index = lse.dtype, out.shape[-1], used_slots(index, k.shape[0])
     k_SC, v_SV = with_zero_row(k, wide), None if v is None else with_zero_row(v, wide)
     dk_SC = torch.zeros_like(k_SC)  # its last row collects the empty slots' zeros
     dv_SV = None if v_SV is None else torch.zeros_like(v_SV)
@@ -79,6 +79,19 @@ def attend_backward(
             add_rows_(dv_SV, rows_RK, torch.bmm(p_RHK.transpose(1, 2), grad_RHV), deterministic)
         add_rows_(dk_SC, rows_RK, dk_RKC, deterministic)
     return dq, dk_SC[:-1].to(k.dtype), None if dv_SV is None or v is None else dv_SV[:-1].to(v.dtype)
+
+
+def used_slots(index: Tensor, num_keys: int) -> Tensor:
+    """index [T, K] without the slots past `num_keys`: a row's keys are distinct and stand first, so these are empty.
+
+    Work then follows the keys there are, however large K is. On the CPU a key in such a slot raises IndexError.
+    """
+    if index.device.type == "cpu" and index[:, num_keys:].ge(0).any():
+        raise IndexError(
+            f"selection.index holds keys behind slot {num_keys}, but there are {num_keys} keys; "
+            "a row's keys must be distinct and stand before its empty slots: Selection.from_index puts them so"
+        )
+    return index[:, :num_keys]
 
 
 def gather_index(index: Tensor, num_keys: int) -> Tensor:

@@ -13,7 +13,7 @@ from dsattn.backends import Call, choose, resolve_deterministic
 from dsattn.errors import InputError
 from dsattn.ops import softmax
 from dsattn.ops.first_use import serve
-from dsattn.ops.gathered import attend, attend_backward, gather_index
+from dsattn.ops.gathered import attend, attend_backward, gather_index, used_slots
 from dsattn.ops.indexer import check_floating, wide_dtype
 from dsattn.ops.operator import operator
 from dsattn.ops.sparse_mla import check_selection, check_sink
@@ -179,8 +179,9 @@ def _unstack_groups(x_RD: Tensor, groups: int) -> Tensor:
 
 
 def _group_index(index_TK: Tensor, k_SGD: Tensor) -> Tensor:
-    """[T, K] -> [T * G, K] int64: key row s of group g stands at g * S + s of the stacked keys."""
+    """[T, K] -> [T * G, K] int64: key row s of group g stands at g * S + s of the stacked keys. K is at most S then."""
     keys, groups = k_SGD.shape[:2]
+    index_TK = used_slots(index_TK, keys)
     offset_G1 = torch.arange(groups, device=index_TK.device)[:, None] * keys
     slots_TK = gather_index(index_TK, keys)  # refuses rows that do not exist by the numbers that the caller gave
     moved_TGK = torch.where(index_TK[:, None] < 0, -1, slots_TK[:, None] + offset_G1)
