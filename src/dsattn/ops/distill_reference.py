@@ -37,7 +37,7 @@ class _Inputs:
 
     @property
     def wide(self) -> torch.dtype:
-        return wide_dtype(self.q_i, self.q)
+        return wide_dtype(self.q_i, self.k_i, self.w, self.q, self.kv)
 
 
 @dataclass(frozen=True)

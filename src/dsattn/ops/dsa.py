@@ -54,7 +54,7 @@ def dsa_attention(
     check_mla(q, kv, value_dim, sink)
     check_selection(q, selection)
     check_kl(q_i, k_i, w, q, kv, q[..., 0], keys, selection)
-    rows = (selection.index, selection.length, *row_weights(keys, real_rows, divisor, wide_dtype(q_i, q)))
+    rows = (selection.index, selection.length, *row_weights(keys, real_rows, divisor, wide_dtype(q_i, k_i, w, q, kv)))
     group = "" if head_group is None else head_group.group_name
     flags = (scale, kl_weight, value_dim, relu, group, resolve_deterministic(deterministic), backend)
     return _forward(q, kv, sink, q_i, k_i, w, *rows, keys.start, keys.stop, *flags)[:3]
@@ -124,7 +124,7 @@ def _forward(
 
 @_forward.register_fake
 def _(q, kv, sink, q_i, k_i, w, index, length, real, divisor, start, stop, scale, kl_weight, value_dim, *flags):
-    wide, rows = wide_dtype(q, q_i), q.shape[0]
+    wide, rows = wide_dtype(q_i, k_i, w, q, kv), q.shape[0]
     lse, kl = q.new_empty(q.shape[:2], dtype=wide_dtype(q, kv)), q.new_empty((), dtype=wide)
     out, loss = q.new_empty(*q.shape[:2], value_dim), (kl.new_empty(2, rows), kl.new_empty(rows))
     return out, lse, kl, *loss, kl.new_empty(rows, index.shape[1])
