@@ -180,6 +180,14 @@ def test_from_index_refuses(index: torch.Tensor) -> None:
         Selection.from_index(index)
 
 
+@pytest.mark.parametrize("row", [2**31 - 1, 2**31, 2**33 + 1])
+def test_from_index_refuses_rows_beyond_int32(row: int) -> None:
+    """They came out as an empty slot, a negative key, and key 1."""
+    with pytest.raises(InputError, match=f"index holds key row {row}, but key rows must be below {2**31 - 1}"):
+        Selection.from_index(torch.tensor([[3, row]]))
+    assert Selection.from_index(torch.tensor([[3, 2**31 - 2]])).length.tolist() == [2]
+
+
 def test_mask() -> None:
     selection = Selection.from_index(torch.tensor([[3, 0], [-1, 1], [-1, -1]]))
     assert selection.mask(4).int().tolist() == [[1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0]]

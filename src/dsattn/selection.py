@@ -57,11 +57,15 @@ class Selection:
     def from_index(cls, index: Tensor, *, every_row_has_a_key: bool = False) -> "Selection":
         """A Selection from key rows [T, K] of any integer type and order, where negative entries are empty slots.
 
-        Duplicates are not looked for: they break the contract and would count twice.
+        Duplicates are not looked for: they break the contract and would count twice. Raises InputError for what is no
+        integer [T, K] and, on the CPU, for rows that int32 cannot name.
         """
         if index.dim() != 2 or index.dtype.is_floating_point or index.dtype == torch.bool:
             raise InputError(f"index must be integer [T, K], got {index.dtype} {list(index.shape)}")
         last = torch.iinfo(torch.int32).max
+        readable = index.device.type == "cpu" and not torch.compiler.is_compiling()
+        if readable and index.numel() and (largest := int(index.max())) >= last:
+            raise InputError(f"index holds key row {largest}, but key rows must be below {last}; split the keys")
         ordered = torch.where(index < 0, last, index.long()).to(torch.int32).sort(dim=1).values
         empty = ordered == last
         return cls(

@@ -572,6 +572,7 @@ def call(**change: object) -> dict[str, object]:
         ({"real_rows": torch.ones(7, dtype=torch.bool)}, r"real_rows must be bool \[8\]"),
         ({"divisor": 0}, "divisor=0 must be positive"),
         ({"divisor": -1.0}, "divisor=-1.0 must be positive"),
+        ({"divisor": "7"}, "divisor must be a number or a 0-d tensor, got '7'"),
         ({"divisor": float("nan")}, "divisor=nan must be positive"),
         ({"divisor": torch.ones(1)}, r"divisor must be a number or a 0-d tensor, got \[1\]"),
     ],

@@ -106,8 +106,9 @@ def row_weights(
         if not divisor > 0:
             raise InputError(f"divisor={divisor} must be positive; a batch without real rows needs no loss")
         return reads, torch.full((), divisor, dtype=wide, device=reads.device)
-    if divisor.dim() != 0:
-        raise InputError(f"divisor must be a number or a 0-d tensor, got {list(divisor.shape)}")
+    if not isinstance(divisor, Tensor) or divisor.dim() != 0:
+        got = list(divisor.shape) if isinstance(divisor, Tensor) else repr(divisor)
+        raise InputError(f"divisor must be a number or a 0-d tensor, got {got}")
     return reads, divisor.detach().to(device=reads.device, dtype=wide)
 
 

@@ -79,8 +79,8 @@ def select_keys(
         raise InputError(f"precision={precision!r} must be one of {', '.join(get_args(Precision))}")
     if precision == "mxfp8" and k.shape[1] % BLOCK:
         raise InputError(f"precision='mxfp8' scales blocks of {BLOCK} lanes, but q and k have {k.shape[1]}; use 'fp8'")
-    if block_bytes < 1:
-        raise InputError(f"block_bytes={block_bytes} must be positive")
+    if not isinstance(block_bytes, int) or block_bytes < 1:
+        raise InputError(f"block_bytes={block_bytes!r} must be an integer of at least 1, as 2**30")
     operands = (q.detach(), k.detach(), w.detach(), keys.start, keys.stop)
     index, length, score = _select(*operands, top_k, relu, return_scores, block_bytes, precision, backend)
     kept = score if return_scores else None
