@@ -231,6 +231,25 @@ def test_a_lane_without_text_is_passed_over(tmp_path: Path):
     assert all(pack.num_labels > 0 for pack in packs[3:])
 
 
+def test_a_lane_that_is_resumed_ends_with_the_same_pass(tmp_path: Path):
+    """Empty documents alone: one pass tells that there is nothing to learn, wherever it was interrupted."""
+    root = write(tmp_path, {"a.jsonl": b'{"text": "ab"}\n', "b.jsonl": b'{"text": ""}\n' * 8})
+    packs = stream(root, 2, interleave=2)
+    states, given = [], []
+    for _ in range(16):
+        states.append(json.loads(json.dumps(packs.state_dict())))
+        given.append(next(packs))
+    assert sum(pack.num_labels == 0 for pack in given) >= 4
+    for done, state in enumerate(states):
+        again = stream(root, 2, interleave=2)
+        again.load_state_dict(state)
+        assert all(same(a, b) for a, b in zip(take(again, 16 - done), given[done:], strict=True)), done
+        for place in state["places"]:
+            del place["learnable"]
+        again.load_state_dict(state)
+        assert len(take(again, 20)) == 20, "a state that does not say so goes on, too"
+
+
 def test_resume_inside_records_of_a_split_file(tmp_path: Path):
     records = b"".join(b'{"text": "record %d"}\n' % i for i in range(50))
     root = write(tmp_path, {"a.jsonl": records})

@@ -29,12 +29,16 @@ _ORDERING = ("text_field", "held_out", "min_document_tokens", "seed", "interleav
 
 
 class _Place(NamedTuple):
-    """A point in the stream: pass over the files, place of the file in that pass, record, token of its document."""
+    """A point in the stream: pass over the files, place of the file in that pass, record, token of its document.
+
+    learnable: whether that pass has brought something to learn from before here.
+    """
 
     epoch: int = 0
     file: int = 0
     record: int = 0
     token: int = 0
+    learnable: bool = False
 
 
 class _Run(NamedTuple):
@@ -126,7 +130,7 @@ class PackStream(Iterator[Pack]):
         self.without.intersection_update(found)
         self.without.update(found)
         for lane, place in zip(self._lanes, state["places"], strict=True):
-            lane.seek(_Place(**place))
+            lane.seek(_Place(**{"learnable": True, **place}))  # older states do not say; another pass will tell
         self._turn = state["turn"]
 
     def _describe(self) -> dict[str, Any]:
@@ -181,7 +185,8 @@ class _Lane:
                     length = 0
                 if not room:
                     following = place._replace(record=place.record + 1, token=0)
-                    self.place = following if finished else place._replace(token=place.token + used)
+                    here = following if finished else place._replace(token=place.token + used)
+                    self.place = here._replace(learnable=self.learnable)
                     yield RawPack(np.concatenate(parts), lengths)
                     parts, lengths, room = [], [], pack_tokens
         if parts and self.learnable and self.stream.split == "held_out":
@@ -191,7 +196,7 @@ class _Lane:
         """Every token from `start` on; behind the document, file and epoch that it names, everything from its start."""
         config = self.stream.config
         for epoch in count(start.epoch) if self.stream.split == "train" else [0]:
-            self.learnable = start != _Place(epoch)  # a pass that was resumed in its middle proves nothing
+            self.learnable = start.learnable
             files = _shuffled(self.files, f"{self.draw}{epoch} ")
             for at in range(start.file, len(files)):
                 name = files[at].name
