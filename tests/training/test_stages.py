@@ -77,6 +77,14 @@ def test_the_optimiser_holds_what_learns_and_spares_vectors() -> None:
     assert {id(p) for p in held} == {id(p) for indexer in model.indexers() for p in indexer.parameters()}
 
 
+def test_an_idle_stage_has_the_settings_of_all() -> None:
+    """Its group is the first that a checkpoint of all pipeline ranks takes settings from."""
+    [idle] = make_optimizer(
+        Decoder(MODEL).requires_grad_(False), TrainConfig(weight_decay=0.3), StageConfig()
+    ).param_groups
+    assert (idle["params"], idle["kind"], idle["weight_decay"]) == ([], "matrices", 0.3)
+
+
 def test_the_learning_rate_rises_peaks_and_ends_where_it_should() -> None:
     stage = StageConfig(steps=100, lr=2.0, lr_warmup=10, lr_final=0.25)
     rates = [learning_rate(stage, step) for step in range(100)]

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from dsattn.errors import CheckpointError, InputError
 from dsattn.training import checkpoint, state
+from dsattn.training.entries import slots_of
 
 
 class Net(nn.Module):
@@ -91,6 +92,14 @@ def test_used_optimizer_is_rewound(tmp_path: Path) -> None:
     assert len(optimizer.state) == 0
     step(model, optimizer, 2)
     assert bits(model) == once
+
+
+def test_a_stage_in_which_nothing_learns_adds_no_entry() -> None:
+    """What it saves must be what another mesh, whose ranks all learn, can hold."""
+    model, optimizer = make()
+    step(model, optimizer, 1)
+    idle = torch.optim.AdamW([{"params": [], "kind": "0"}], lr=0.1)
+    assert slots_of(state.capture(model, idle)).keys() < slots_of(state.capture(model, optimizer)).keys()
 
 
 def test_why_torch_helpers_are_not_used() -> None:

@@ -77,7 +77,8 @@ def make_optimizer(model: Model, train: TrainConfig, stage: StageConfig) -> torc
             kind = "matrices" if parameter.dim() >= 2 else "vectors"
             groups.setdefault((kind, getattr(parameter, "device_mesh", None)), []).append(parameter)
     given = [{"params": params, "weight_decay": decays[kind], "kind": kind} for (kind, _), params in groups.items()]
-    given = given or [{"params": [], "kind": "matrices"}]  # a pipeline stage without layers, in a warm-up
+    if not given:  # a pipeline stage without indexers, in a warm-up: its settings are saved for those of all stages
+        given = [{"params": [], "weight_decay": train.weight_decay, "kind": "matrices"}]
     return torch.optim.AdamW(given, lr=stage.lr, betas=(train.beta1, train.beta2), fused=True)
 
 

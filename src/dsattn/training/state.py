@@ -14,15 +14,18 @@ from dsattn.model.stage import DecoderStage
 from dsattn.parallel.apply import Stages
 from dsattn.training import checkpoint, consensus
 
+_STATE, _SETTINGS = "optimizer.state", "optimizer.param_groups"  # names of entries, as those of tensors in a branch
+
 
 def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """State of model and optimiser by parameter name, for `checkpoint.save`: views, not copies. See `restore`.
 
     Give the bare module, not one wrapped by `torch.compile(model)`, whose names differ. Groups of the optimiser go by
     their `kind` where they have one, so that their number, which depends on the ranks, does not matter. Collective
-    where ranks hold different parameters. The helpers of `torch.distributed.checkpoint.state_dict` are not used: they
-    step an optimiser without state once, which advances Adam's bias correction, and refuse to load where a parameter
-    never had a gradient.
+    where ranks hold different parameters. A stage in which nothing learns has no entry of its own for the optimiser's
+    state: an empty one would stand beside those of other stages, and another mesh could not hold it. The helpers of
+    `torch.distributed.checkpoint.state_dict` are not used: they step an optimiser without state once, which advances
+    Adam's bias correction, and refuse to load where a parameter never had a gradient.
     """
     names = _parameter_names(model, optimizer)
     state = optimizer.state_dict()
@@ -36,7 +39,8 @@ def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     settings, members = _of_all_stages(model, settings, members)
     return {
         "model": model.state_dict(),
-        "optimizer": {"state": by_name, "param_groups": settings},
+        **({_STATE: by_name} if by_name else {}),
+        _SETTINGS: settings,
         "optimizer_groups": members,
     }
 
@@ -52,13 +56,14 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer, rest: dict[str, 
     names = _parameter_names(model, optimizer)
     state = {**capture(model, optimizer), **(rest or {})}
     _check_groups(path, state["optimizer_groups"])
-    state["optimizer"]["state"] = _blank_optimizer_state(path, dict(model.named_parameters()))
+    state.pop(_STATE, None)
+    state |= _blank_optimizer_state(path, dict(model.named_parameters()))
     checkpoint.load(path, state, verified=True)
     groups = [
-        {**state["optimizer"]["param_groups"][_kind(group, index)], "params": group["params"]}
+        {**state[_SETTINGS][_kind(group, index)], "params": group["params"]}
         for index, group in enumerate(optimizer.state_dict()["param_groups"])
     ]
-    saved = state["optimizer"]["state"]
+    saved = state.get(_STATE, {})
     by_number = {number: saved[name] for number, name in enumerate(names) if name in saved}
     model.load_state_dict(state["model"])
     optimizer.load_state_dict({"state": by_number, "param_groups": groups})
@@ -139,18 +144,23 @@ def _check_groups(path: Path, expected: dict[str, list[str]]) -> None:
 
 
 def _blank_optimizer_state(path: Path, parameters: dict[str, nn.Parameter]) -> dict[str, Any]:
-    """Room for the saved optimiser state: what has its parameter's shape also on its device, the rest on the CPU."""
-    prefix = "optimizer.state"
+    """Room for what was saved of the optimiser's state, by the name of its entry; empty where nothing was.
+
+    What has its parameter's shape is also on its device, the rest on the CPU.
+    """
     blank: dict[str, Any] = {}
-    for full_name, facts in checkpoint.contents(path).items():
-        if not full_name.startswith(f"{prefix}."):
+    contents = checkpoint.contents(path)
+    if _STATE in contents:  # whole, for no part of it is a tensor
+        return {_STATE: None}
+    for full_name, facts in contents.items():
+        if not full_name.startswith(f"{_STATE}."):
             continue
-        name, _, field = full_name.removeprefix(f"{prefix}.").rpartition(".")
+        name, _, field = full_name.removeprefix(f"{_STATE}.").rpartition(".")
         if facts is None and f"{name}.{field}" in parameters:
             blank[f"{name}.{field}"] = None
         elif name in parameters:
             blank.setdefault(name, {})[field] = _blank(parameters[name], field, facts)
-    return blank
+    return {_STATE: blank} if blank else {}
 
 
 def _blank(parameter: nn.Parameter, field: str, facts: tuple[torch.Size, torch.dtype] | None) -> Tensor | None:
