@@ -31,6 +31,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
+def pytest_collection_finish() -> None:
+    """Keep what is imported by now out of garbage collection, which would walk 10^5 lasting objects again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+
+
 def poison_uninitialised_memory() -> None:
     """Make Python's `torch.empty` family return NaN, or the largest integer, so that a read before a write shows.
 

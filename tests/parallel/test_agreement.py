@@ -6,6 +6,8 @@ Started with arguments, this file forks the ranks of every launch; the tests rea
 import contextlib
 import dataclasses
 import functools
+import gc
+import importlib
 import json
 import os
 import signal
@@ -366,7 +368,9 @@ def test_a_step_on_many_ranks_is_that_of_one(launched: dict[int, tuple[Path, str
     assert not apart, apart
 
 
-if __name__ == "__main__":  # forked ranks: torch is imported once
+if __name__ == "__main__":  # forked ranks: torch, and what its optimizers import late, are imported once
+    importlib.import_module("torch._dynamo")
+    gc.freeze()
     folders_of = json.loads(sys.argv[1])
     found_alone = Path(folders_of["2"]) / "alone.pt"
     _refer(found_alone)

@@ -190,7 +190,7 @@ def test_text_that_one_rank_cannot_read_stops_all_by_name(folder: Path) -> None:
 
 def agent(ranks: int, restarts: int, run_dir: Path, behaviour: str) -> None:
     """What torchrun does, but that the ranks are forked from a server: torch is imported twice, and not by each."""
-    multiprocessing.set_forkserver_preload(["dsattn.training.loop", "pytest"])
+    multiprocessing.set_forkserver_preload(["dsattn.training.loop", "torch._dynamo", "pytest"])
     settings = LaunchConfig(1, 1, ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="test")
     settings.max_restarts, settings.start_method = restarts, "forkserver"
     elastic_launch(settings, main)(run_dir, behaviour)

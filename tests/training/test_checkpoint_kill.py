@@ -3,6 +3,7 @@
 Run as a script, this file is the harness: it forks one process a kill, so that torch is imported once.
 """
 
+import gc
 import json
 import os
 import random
@@ -220,5 +221,6 @@ if __name__ == "__main__":
         train(Path(sys.argv[1]), checkpoint.save)
         time.sleep(60)  # to be killed
     else:
+        gc.freeze()  # a forked process would copy what it collects
         chosen = {"atomic": checkpoint.save, "naive": naive_save}[sys.argv[2]]
         json.dump(sweep(Path(sys.argv[1]), chosen, int(sys.argv[3]), json.loads(sys.argv[4])), sys.stdout)
