@@ -163,7 +163,7 @@ BROKEN: list[tuple[type[Checked], dict[str, Any], str]] = [
     (
         ModelConfig,
         {"attention": MLAConfig(qk_rope_head_dim=32)},
-        "dsa.indexer.rope_dim=64 must be 0 or 32, as in the attention",
+        "dsa.indexer.rope_dim=64 must be 0 or the attention's 32",
     ),
     (
         ModelConfig,

@@ -580,7 +580,7 @@ class ModelConfig(Checked):
             yield "dsa.indexer.query_from='q_latent' needs attention.q_lora_rank; use query_from='hidden'"
         rotated = getattr(self.attention, "qk_rope_head_dim", getattr(self.attention, "rotated", 0))
         if indexer.rope_dim not in (0, rotated):
-            yield f"dsa.indexer.rope_dim={indexer.rope_dim} must be 0 or {rotated}, as in the attention"
+            yield f"dsa.indexer.rope_dim={indexer.rope_dim} must be 0 or the attention's {rotated}"
         if self.mtp.shared_components and self.types[-1:] != ("dsa",):
             last = "".join(self.types[-1:])
             yield f"mtp.shared_components needs a dsa layer: MTP layers are of the last layer's type, which is {last}"

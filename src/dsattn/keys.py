@@ -64,6 +64,10 @@ class KeyRange:
         """[T] int32: how many keys each row may read."""
         return (self.stop - self.start).clamp(min=0)
 
+    def num_pairs(self) -> int:
+        """Pairs of a row and a key it may read: what scores and dense attention cost. Waits for the device."""
+        return int(self.lengths().sum(dtype=torch.int64))
+
     def to(self, device: torch.device | str) -> "KeyRange":
         """A copy on `device`; does not wait for a transfer to a GPU."""
         return replace(self, start=_send(self.start, device), stop=_send(self.stop, device))

@@ -38,7 +38,7 @@ from dsattn.nn.linear_attention import KDASelfAttention
 from dsattn.nn.mla import MLASelfAttention
 from dsattn.nn.state import LayerCache, Pass
 from dsattn.parallel import collectives
-from dsattn.parallel.context import RankGroups, dynamic_ranks, ranks_of, visible_pairs
+from dsattn.parallel.context import RankGroups, dynamic_ranks, ranks_of
 from dsattn.parallel.mesh import ParallelMesh, build_mesh
 from dsattn.parallel.recompute import Checkpoints
 from dsattn.training.stages import set_mode
@@ -327,6 +327,12 @@ def test_one_rank_needs_no_groups():
     assert ranks_of(ParallelMesh()) is None
     assert dynamic_ranks(ParallelMesh()) == {1: None}
     assert RankGroups().tp_size == 1
+
+
+def visible_pairs(lengths, cp_size, **padding):
+    """Of each rank."""
+    layouts = (Layout.packed(lengths, cp_size=cp_size, cp_rank=rank, **padding) for rank in range(cp_size))
+    return tuple(layout.keys.num_pairs() for layout in layouts)
 
 
 @pytest.mark.parametrize("cp_size", [2, 4, 8])

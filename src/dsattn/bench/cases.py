@@ -105,7 +105,7 @@ class Setting:
     def visible_pairs(self) -> int:
         """Query-key pairs inside the ranges."""
         if self.given is not None:
-            return int(self.ranges.lengths().sum())
+            return self.ranges.num_pairs()
         return self.rows * self.keys - self.rows * (self.rows - 1) // 2
 
     def selection(self) -> Selection:

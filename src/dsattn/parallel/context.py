@@ -10,9 +10,7 @@ Losses are sums over this rank's rows over global counts, so gradients are summe
 """
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -262,23 +260,3 @@ def _neighbours(mesh: ParallelMesh, count: int, *, over_tp: bool) -> dist.Proces
     mine, _ = dist.new_subgroups_by_enumeration(groups)
     assert isinstance(mine, dist.ProcessGroup), "every rank is in one of the groups"
     return mine
-
-
-def visible_pairs(
-    lengths: Sequence[int],
-    *,
-    padded: Sequence[int] | None = None,
-    total: int | None = None,
-    side: Literal["right", "left"] = "right",
-    cp_size: int = 1,
-) -> tuple[int, ...]:
-    """The load of each context-parallel rank: how many (row, key) pairs its rows may read. Arguments: `Layout.packed`.
-
-    That is what scores and dense attention cost; sparse attention costs at most K keys a row. Zigzag shares of a
-    document without padding are equal. Padding on the right is the first ranks', which so have less to do.
-    """
-    layouts = (
-        Layout.packed(lengths, padded=padded, total=total, side=side, cp_size=cp_size, cp_rank=rank)
-        for rank in range(cp_size)
-    )
-    return tuple(int(layout.keys.lengths().sum(dtype=torch.int64)) for layout in layouts)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsattn.config import StageConfig, TrainConfig
-from dsattn.keys import Layout
 from dsattn.model.decoder import Decoder
 from dsattn.model.stage import MicroBatch, Share, losses_of
 from dsattn.parallel.apply import Parallel
@@ -89,7 +88,7 @@ def accumulate_gradients(
     else:
         share = Share.total(_micro_batches(whole, micros, stage, train, (labels, rows)))
     whole.finish_gradients()
-    share, pairs = _everywhere(share, sum(_pairs(micro.layout) for micro in micros), mesh)
+    share, pairs = _everywhere(share, sum(micro.layout.keys.num_pairs() for micro in micros), mesh)
     return Losses(
         lm=0.0 if share.lm is None else share.lm.item(),
         kl={layer: value.item() for layer, value in share.kl.items()},
@@ -143,7 +142,3 @@ def _everywhere(share: Share, pairs: int, mesh: ParallelMesh) -> tuple[Share, tu
         {key: part.view_as(value).to(value.dtype) for (key, value), part in zip(mine.items(), parts, strict=True)}
     )
     return everywhere, tuple(int(one) for one in found.tolist())
-
-
-def _pairs(layout: Layout) -> int:
-    return int(layout.keys.lengths().sum(dtype=torch.int64))
