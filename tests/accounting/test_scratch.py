@@ -42,6 +42,25 @@ def test_sums_over_keys_and_contributions():
     assert scratch.attention_backward(*reversed(kept_of(8192, "warmup")), "cuda") == 0
 
 
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("tokens", "deterministic"), [(8192, None), (8192, True), (8193, None), (3, None)])
+@pytest.mark.parametrize("heads", [3, 16, 65, 200])
+def test_a_run_of_rows_in_triton(heads, tokens, deterministic, itemsize):
+    """What `sparse_mla_backward` allocates: gradients of logits by its blocks of heads, and contributions."""
+    triton = pytest.importorskip("dsattn.backends.triton.sparse_mla", exc_type=ImportError)
+    assert (scratch.TRITON_RUN, scratch.TRITON_ATOMIC_KEYS) == (triton.SCRATCH_BYTES, triton.ATOMIC_KEYS)
+    here, one = kept_of(tokens, deterministic=deterministic)
+    attention = dataclasses.replace(one.config.attention, heads=heads, kv_lora_rank=448)  # not Hopper's width
+    one = dataclasses.replace(one, config=dataclasses.replace(one.config, attention=attention), itemsize=itemsize)
+    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    block = triton.backward_key_tiles(heads, 512, dtype, 232448).heads
+    a_row = -(-heads // block) * 2048 * (block + (0 if tokens == 3 or (tokens, deterministic) == (8192, None) else 512))
+    sums, run = 4 * tokens * 512, scratch.attention_backward(one, here, "cuda")
+    runs = -(-tokens // (triton.SCRATCH_BYTES // (a_row * itemsize)))
+    assert run == sums + a_row * itemsize * -(-tokens // runs)
+    assert run - sums <= triton.SCRATCH_BYTES
+
+
 def test_the_loss_takes_a_target():
     """Forward, then backward: there it is not made again, but each slot's part is, where bits must repeat."""
     sums = 4 * 8192 * 64

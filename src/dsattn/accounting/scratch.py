@@ -18,6 +18,9 @@ HOPPER_TILE = 64  # slots
 PROBABILITIES = 2**31  # sparse MLA's forward on Hopper, where it makes the target of the indexer's loss
 CONTRIBUTIONS = 2**31  # sparse MLA's backward on Hopper
 CONTRIBUTIONS_FROM = 40960  # so many keys; below, its sums are added by atomics unless `deterministic`
+TRITON_RUN = 2**31  # sparse MLA's backward in Triton: a run of rows
+TRITON_ATOMIC_KEYS = 8192  # up to so many keys its sums are added by atomics unless `deterministic`
+TRITON_HEADS = {2: 128, 4: 16}  # most heads of its blocks, by bytes of an element; at least 16
 GQA_CONTRIBUTIONS = 2**30
 TARGET = 2**30  # the indexer's loss over selected keys
 RANGES = 2**28  # over ranges: target and scores
@@ -79,9 +82,21 @@ def attention_backward(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -
     if not one.sparse:
         return sums
     top_k, is_gqa = one.config.dsa.indexer.top_k, isinstance(attention, GQAConfig)
+    if not is_gqa and not _on_hopper(one):
+        return sums + _triton_run(one, here, width)
     if not is_gqa and here.keys < CONTRIBUTIONS_FROM and one.config.dsa.deterministic is not True:
         return sums
     return sums + min(GQA_CONTRIBUTIONS if is_gqa else CONTRIBUTIONS, size * rows * top_k * width)
+
+
+def _triton_run(one: Kept, here: Place, width: int) -> int:
+    """Of a run of rows the gradients of the logits, and what each slot adds to the sums where atomics do not."""
+    heads, size = one.config.attention.heads, one.itemsize
+    block = min(TRITON_HEADS[size], max(16, 1 << (heads - 1).bit_length()))
+    atomic = here.keys <= TRITON_ATOMIC_KEYS and one.config.dsa.deterministic is not True
+    a_row = -(-heads // block) * one.config.dsa.indexer.top_k * (block + (0 if atomic else width)) * size
+    runs = -(-here.rows // max(1, TRITON_RUN // a_row))
+    return a_row * -(-here.rows // max(runs, 1))
 
 
 def _cpu_attention(one: Kept, here: Place) -> int:
