@@ -1,6 +1,6 @@
 """results/record_all.py: its steps can be started, and none of them costs another its turn."""
 
-import importlib
+import importlib.util
 import shlex
 import sys
 from pathlib import Path
@@ -35,7 +35,8 @@ def test_its_steps_name_what_exists(script: Any, tmp_path: Path) -> None:
         for command in step.commands:
             assert command[0] == "-m" or Path(command[0]).is_file(), step
             assert all(Path(word).exists() for word in command if "/tests/" in word), step
-            assert command[1] in ("dsattn", "pytest") or "abc" in command, step
+            assert command[1] in ("dsattn.cli", "pytest") or "abc" in command, step
+            assert command[0] != "-m" or importlib.util.find_spec(f"{command[1]}.__main__"), "python -m can start it"
 
 
 def test_one_that_fails_or_is_late_costs_no_other_its_turn(
