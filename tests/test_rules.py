@@ -32,7 +32,7 @@ ARROWS = {
     "integrations": MODEL | {"training", "parallel", "integrations"},  # a patched model recomputes as ours does
     "model": MODEL,
     "parallel": MODEL | {"parallel"},
-    "accounting": MODEL,
+    "accounting": MODEL | {"backends"},  # the settings that decide how much scratch there is
     "plan": {"errors", "config", "backends"},
     "training": TRAINING,
     "bench": MODEL | {"parallel", "accounting", "backends", "testing", "bench"},

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from dsattn import accounting
+from dsattn import accounting, settings
 from dsattn.accounting import scratch
 from dsattn.config import DataConfig
 from dsattn.training.recipes import RECIPES
@@ -42,10 +42,11 @@ def test_sums_over_keys_and_contributions():
     assert scratch.attention_backward(*reversed(kept_of(8192, "warmup")), "cuda") == 0
 
 
+@pytest.mark.parametrize("fp32", [False, True])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize(("tokens", "deterministic"), [(8192, None), (8192, True), (8193, None), (3, None)])
 @pytest.mark.parametrize("heads", [3, 16, 65, 200])
-def test_a_run_of_rows_in_triton(heads, tokens, deterministic, itemsize):
+def test_a_run_of_rows_in_triton(heads, tokens, deterministic, itemsize, fp32):
     """What `sparse_mla_backward` allocates: gradients of logits by its blocks of heads, and contributions."""
     triton = pytest.importorskip("dsattn.backends.triton.sparse_mla", exc_type=ImportError)
     assert (scratch.TRITON_RUN, scratch.TRITON_ATOMIC_KEYS) == (triton.SCRATCH_BYTES, triton.ATOMIC_KEYS)
@@ -54,10 +55,12 @@ def test_a_run_of_rows_in_triton(heads, tokens, deterministic, itemsize):
     one = dataclasses.replace(one, config=dataclasses.replace(one.config, attention=attention), itemsize=itemsize)
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     block = triton.backward_key_tiles(heads, 512, dtype, 232448).heads
-    a_row = -(-heads // block) * 2048 * (block + (0 if tokens == 3 or (tokens, deterministic) == (8192, None) else 512))
-    sums, run = 4 * tokens * 512, scratch.attention_backward(one, here, "cuda")
-    runs = -(-tokens // (triton.SCRATCH_BYTES // (a_row * itemsize)))
-    assert run == sums + a_row * itemsize * -(-tokens // runs)
+    adds = 0 if tokens == 3 or (tokens, deterministic) == (8192, None) else 512 * (4 if fp32 else itemsize)
+    a_row = -(-heads // block) * 2048 * (block * itemsize + adds)
+    with settings(fp32_contributions=fp32):
+        sums, run = 4 * tokens * 512, scratch.attention_backward(one, here, "cuda")
+    runs = -(-tokens // (triton.SCRATCH_BYTES // a_row))
+    assert run == sums + a_row * -(-tokens // runs)
     assert run - sums <= triton.SCRATCH_BYTES
 
 
@@ -74,6 +77,20 @@ def test_the_loss_takes_a_target():
     assert scratch.indexer_loss(*reversed(kept_of(8192, "warmup")), "cuda") == sums + GIB // 4
     for one in (scratch.loss_target, scratch.indexer_loss, scratch.probabilities):
         assert one(*reversed(kept_of(8192, "frozen")), "cuda") == 0
+
+
+def test_fp32_contributions_are_counted():
+    """Twice the bytes of bf16 where they fit the budget, which stays."""
+    sums, here_one = 4 * 100 * 576, kept_of(100, deterministic=True)
+    before = scratch.attention_backward(*reversed(here_one), "cuda")
+    assert before == sums + 2 * 100 * 2048 * 576
+    with settings(fp32_contributions=True):
+        assert scratch.attention_backward(*reversed(here_one), "cuda") == sums + 4 * 100 * 2048 * 576
+        large = scratch.attention_backward(*reversed(kept_of(8192, deterministic=True)), "cuda")
+        rows = GIB // (4 * 2048 * 64)
+        loss = scratch.indexer_loss(*reversed(kept_of(8192, deterministic=True)), "cuda")
+    assert large == 4 * 8192 * 576 + 2 * GIB
+    assert loss == 4 * 8192 * 64 + rows * 2048 * (4 * 64 + 32)
 
 
 @pytest.mark.parametrize("tokens", [2, 4096, 8192, 2**15])

@@ -17,10 +17,8 @@ from dsattn.backends import (
     TABLE,
     Call,
     Row,
-    checks_first_use,
     choose,
     explain,
-    resolve_deterministic,
     settings,
 )
 from dsattn.errors import BackendUnavailable
@@ -161,43 +159,6 @@ def test_strict_sees_choices_made_before(vendor: ModuleType) -> None:
     choose("select_keys", GPU)
     with settings(strict=True), pytest.raises(BackendUnavailable):
         choose("select_keys", GPU)
-
-
-def test_settings_nest_and_come_back() -> None:
-    assert not resolve_deterministic(None)
-    with settings(deterministic=True) as outer:
-        assert resolve_deterministic(None)
-        assert not resolve_deterministic(False)
-        with settings(strict=True) as inner:
-            assert (inner.strict, inner.deterministic) == (True, True)
-            with settings(deterministic=False):
-                assert not resolve_deterministic(None)
-            assert resolve_deterministic(None)
-        assert (outer.strict, outer.deterministic) == (False, True)
-    assert not resolve_deterministic(None)
-
-
-def test_settings_come_back_after_an_exception() -> None:
-    with pytest.raises(KeyError), settings(strict=True, deterministic=True):
-        raise KeyError
-    assert backends._settings == backends.Settings()
-
-
-def test_first_use_is_checked_unless_switched_off() -> None:
-    assert checks_first_use()
-    with settings(first_use_checks=False):
-        assert not checks_first_use()
-        with settings(strict=True):
-            assert not checks_first_use()
-    assert checks_first_use()
-
-
-def test_determinism_follows_torch() -> None:
-    torch.use_deterministic_algorithms(True)
-    assert resolve_deterministic(None)
-    assert not resolve_deterministic(False)
-    with settings(deterministic=False):  # torch's switch is the user's too: it is not overruled by silence
-        assert resolve_deterministic(None)
 
 
 def test_explain_shows_the_whole_table(vendor: ModuleType) -> None:

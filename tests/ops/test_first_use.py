@@ -164,6 +164,18 @@ def test_a_right_kernel_runs_and_is_checked_once(operation: str, install, caplog
     assert len(checked) == 1
 
 
+def test_another_kind_of_contributions_is_checked_anew(install) -> None:
+    """It is another kernel."""
+    calls = install("sparse_mla.backward", REFERENCES["sparse_mla.backward"])
+    run_op("sparse_mla.backward")
+    with settings(fp32_contributions=True):
+        run_op("sparse_mla.backward")
+        assert len(calls) == 4
+        run_op("sparse_mla.backward")
+    run_op("sparse_mla.backward")
+    assert len(calls) == 6
+
+
 @pytest.mark.parametrize(
     ("operation", "output", "tensor"),
     [

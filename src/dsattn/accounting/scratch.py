@@ -9,6 +9,7 @@ from typing import Literal
 
 from dsattn.accounting.kept import FP32, Kept
 from dsattn.accounting.place import Place
+from dsattn.backends import current
 from dsattn.config import GQAConfig
 
 CPU_BLOCK = 2**24  # `ops.blocks`
@@ -86,7 +87,12 @@ def attention_backward(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -
         return sums + _triton_run(one, here, width)
     if not is_gqa and here.keys < CONTRIBUTIONS_FROM and one.config.dsa.deterministic is not True:
         return sums
-    return sums + min(GQA_CONTRIBUTIONS if is_gqa else CONTRIBUTIONS, size * rows * top_k * width)
+    return sums + min(GQA_CONTRIBUTIONS if is_gqa else CONTRIBUTIONS, _contribution(size) * rows * top_k * width)
+
+
+def _contribution(itemsize: int) -> int:
+    """Bytes of a number that a slot contributes to a key's gradient."""
+    return FP32 if current().fp32_contributions else itemsize
 
 
 def _triton_run(one: Kept, here: Place, width: int) -> int:
@@ -94,7 +100,8 @@ def _triton_run(one: Kept, here: Place, width: int) -> int:
     heads, size = one.config.attention.heads, one.itemsize
     block = min(TRITON_HEADS[size], max(16, 1 << (heads - 1).bit_length()))
     atomic = here.keys <= TRITON_ATOMIC_KEYS and one.config.dsa.deterministic is not True
-    a_row = -(-heads // block) * one.config.dsa.indexer.top_k * (block + (0 if atomic else width)) * size
+    line = block * size + (0 if atomic else width * _contribution(size))
+    a_row = -(-heads // block) * one.config.dsa.indexer.top_k * line
     runs = -(-here.rows // max(1, TRITON_RUN // a_row))
     return a_row * -(-here.rows // max(runs, 1))
 
@@ -131,5 +138,6 @@ def indexer_loss(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
         return sums + loss_target(one, here, device)
     if one.config.dsa.deterministic is not True:
         return sums
-    run = min(rows, max(1, TARGET // (one.itemsize * indexer.top_k * indexer.head_dim)))
-    return sums + run * indexer.top_k * (one.itemsize * indexer.head_dim + SORTED_SLOT)
+    part = _contribution(one.itemsize) * indexer.head_dim
+    run = min(rows, max(1, TARGET // (part * indexer.top_k)))
+    return sums + run * indexer.top_k * (part + SORTED_SLOT)

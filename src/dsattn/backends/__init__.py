@@ -9,20 +9,22 @@ The row `reference` is the plain-torch implementation that lives beside the oper
 `composed` runs an operation's parts, each by its own rows.
 """
 
-import contextlib
 import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from dsattn.backends.call import Call as Call
 from dsattn.backends.call import size_class as size_class
 from dsattn.backends.call import unmet as unmet
+from dsattn.backends.options import Settings as Settings
+from dsattn.backends.options import contribution_dtype as contribution_dtype
+from dsattn.backends.options import current as current
+from dsattn.backends.options import resolve_deterministic as resolve_deterministic
+from dsattn.backends.options import settings as settings
 from dsattn.backends.vendors import is_installed, lacks_record, recorded
 from dsattn.errors import BackendUnavailable
 
@@ -177,51 +179,6 @@ TABLE: dict[str, tuple[Row, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Settings:
-    """strict: falling to the reference on a GPU is an error. deterministic: gradients repeat bit for bit.
-
-    first_use_checks: every kernel is compared with the reference, on a small case, before it first runs.
-    """
-
-    strict: bool = False
-    deterministic: bool = False
-    first_use_checks: bool = True
-
-
-_settings = Settings()
-
-
-@contextlib.contextmanager
-def settings(
-    *, strict: bool | None = None, deterministic: bool | None = None, first_use_checks: bool | None = None
-) -> Iterator[Settings]:
-    """Change the process-wide settings inside a `with`; None leaves a setting as it is.
-
-    Read when an operation is called: a backward keeps the determinism of its forward.
-    """
-    global _settings
-    before = _settings
-    asked = {"strict": strict, "deterministic": deterministic, "first_use_checks": first_use_checks}
-    _settings = replace(before, **{name: value for name, value in asked.items() if value is not None})
-    try:
-        yield _settings
-    finally:
-        _settings = before
-
-
-def checks_first_use() -> bool:
-    """Whether `settings` ask for a check of every kernel before it first runs."""
-    return _settings.first_use_checks
-
-
-def resolve_deterministic(asked: bool | None) -> bool:
-    """An operation's own argument, else `settings`, else torch's global switch."""
-    if asked is not None:
-        return asked
-    return _settings.deterministic or torch.are_deterministic_algorithms_enabled()
-
-
 def choose(operation: str, call: Call, backend: str = "auto") -> Choice:
     """The implementation that serves `call`: the first of TABLE that can, or the one named.
 
@@ -230,7 +187,7 @@ def choose(operation: str, call: Call, backend: str = "auto") -> Choice:
     reference is left on a GPU.
     """
     choice = _choose(operation, call, backend)
-    if _settings.strict and choice.name == "reference" != backend and call.device != "cpu":
+    if current().strict and choice.name == "reference" != backend and call.device != "cpu":
         reasons = "; ".join(f"{name} needs {why}" for name, why in choice.passed_over) or "no kernel is listed for it"
         raise BackendUnavailable(f"{operation}: strict forbids the reference on {call.device}: {reasons}")
     return choice

@@ -2,8 +2,8 @@
 
 A compiler, a driver or a GPU that nobody tried may make a right kernel wrong. The check runs the compiled kernel that
 the call is about to run, once per operation, backend, device and geometry (everything that a kernel is compiled for:
-heads, widths, top-k, dtypes, flags), on the few rows and keys of `first_use_cases`. Where a backend takes another
-route for more keys, that route is not seen. Verdicts hold for the process; a refused kernel stays refused.
+heads, widths, top-k, dtypes, flags, settings), on the few rows and keys of `first_use_cases`. Where a backend takes
+another route for more keys, that route is not seen. Verdicts hold for the process; a refused kernel stays refused.
 """
 
 import logging
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsattn.backends import Choice, checks_first_use
+from dsattn.backends import Choice, current
 from dsattn.errors import BackendUnavailable
 from dsattn.ops.first_use_cases import Arguments, geometry, named_results, names_of, small_case, widened
 
@@ -54,7 +54,7 @@ def serve(operation: str, choice: Choice, reference: Run, forward: Run | None = 
         return reference
 
     def run(*given: Any) -> Any:
-        if checks_first_use():
+        if current().first_use_checks:
             _check(operation, choice, (reference, forward), given)
         return function(*given)
 
@@ -63,7 +63,8 @@ def serve(operation: str, choice: Choice, reference: Run, forward: Run | None = 
 
 def _check(operation: str, choice: Choice, references: tuple[Run, Run | None], given: Arguments) -> None:
     device = _device(given)
-    key = (operation, choice.name, choice.function, device, geometry(names_of(references[0]), given))
+    geometry_of = geometry(names_of(references[0]), given)
+    key = (operation, choice.name, choice.function, device, geometry_of, current().fp32_contributions)
     if key not in _verdicts:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise BackendUnavailable(

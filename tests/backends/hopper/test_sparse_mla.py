@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsattn.backends import Call
+from dsattn.backends import Call, settings
 from dsattn.errors import BackendUnavailable
 from dsattn.keys import Layout
 from dsattn.selection import Selection
@@ -54,15 +54,16 @@ def test_requires_a_triton_that_compiles_it(version: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("width", [512, 576])
 @pytest.mark.parametrize("slots", [1, 100, 2048])
 @pytest.mark.parametrize("keys", [1, 4096, 2**20])
-def test_runs_fit_the_scratch(heads: int, width: int, slots: int, keys: int) -> None:
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_runs_fit_the_scratch(heads: int, width: int, slots: int, keys: int, itemsize: int) -> None:
     from dsattn.backends.hopper.sparse_mla import SCRATCH_BYTES, rows_of_run
 
     def scratch(rows: int) -> int:
-        return rows * slots * (2 * width * -(-heads // 64) + 4) + rows * keys // 4
+        return rows * slots * (itemsize * width * -(-heads // 64) + 4) + rows * keys // 4
 
-    rows = rows_of_run(10**9, heads, width, slots, keys)
+    rows = rows_of_run(10**9, heads, width, slots, keys, itemsize)
     assert scratch(rows) <= SCRATCH_BYTES < scratch(rows + 1) + rows  # whole bytes a row
-    assert rows_of_run(3, heads, width, slots, keys) == 3
+    assert rows_of_run(3, heads, width, slots, keys, itemsize) == 3
     # A contribution is named by an int32.
     assert rows * slots < 2**31
 
@@ -71,7 +72,7 @@ def test_a_run_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     from dsattn.backends.hopper import sparse_mla
 
     monkeypatch.setattr(sparse_mla, "SCRATCH_BYTES", 1)
-    assert sparse_mla.rows_of_run(5, 64, 576, 2048, 100) == 1
+    assert sparse_mla.rows_of_run(5, 64, 576, 2048, 100, 2) == 1
 
 
 @pytest.mark.parametrize(("rows", "heads", "keys", "top_k"), [(0, 2, 5, 3), (3, 0, 5, 3), (3, 2, 0, 2), (3, 2, 5, 0)])
@@ -136,6 +137,27 @@ def test_the_route_follows_from_keys_and_determinism(
     assert [launch.kernel.__name__ for launch in launches] == (atomics if atomic else contributions)
     (launch,) = (launch for launch in launches if launch.kernel.__name__ == "backward_kernel")
     assert launch.constants["ATOMIC"] == atomic
+
+
+@pytest.mark.parametrize(
+    ("keys", "deterministic", "asked", "dtype"),
+    [(4, True, False, "bfloat16"), (4, True, True, "float32"), (40960, False, True, "float32"), (4, False, True, "")],
+)
+def test_contributions_are_what_settings_ask(
+    launches: list, keys: int, deterministic: bool, asked: bool, dtype: str
+) -> None:
+    """The kernel writes, and the sum reads, one buffer of that dtype; atomics add in fp32 either way."""
+    q, out = torch.zeros(2, 3, 512, dtype=torch.bfloat16), torch.zeros(2, 3, 512, dtype=torch.bfloat16)
+    index = torch.zeros(2, 4, dtype=torch.int32)
+    operands = (out, q, q.new_zeros(keys, 512), index, index[:, 0], None, out, torch.zeros(2, 3), 1.0, deterministic)
+    with settings(fp32_contributions=asked):
+        backward(*operands)
+    sums = [launch for launch in launches if launch.kernel.__name__ == "_contributions_kernel"]
+    (wrote,) = (launch for launch in launches if launch.kernel.__name__ == "backward_kernel")
+    assert wrote.constants["ATOMIC"] == (not dtype)
+    target = wrote.arguments[10]
+    assert target.dtype == getattr(torch, dtype or "float32")
+    assert [one.arguments[0] is target for one in sums] == ([True] if dtype else [])
 
 
 @pytest.mark.parametrize("scratch", [2**31, 40000])
@@ -452,3 +474,33 @@ def test_under_a_cuda_graph(hopper: str) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert all(got[name].equal(expected[name]) for name in got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("few", "most"), [(32768, 120), (0, 120), (0, 50)])
+@pytest.mark.parametrize(("heads", "width"), [(64, 576), (128, 576), (65, 512)])
+def test_fp32_contributions(
+    hopper: str, heads: int, width: int, few: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits repeat, and dkv is that of atomics up to the order of fp32 sums, which bf16 contributions are not.
+
+    Two warps a key and one; one run of rows and three.
+    """
+    from dsattn.backends.hopper import sparse_mla, sparse_mla_reduce
+
+    case = make(Layout.packed([40, 60, 20]), sizes(heads, width), hopper)
+    selection = choose_keys(case)
+    atomic, rounded = (run(case, selection, case.sink, deterministic) for deterministic in (False, True))
+    monkeypatch.setattr(sparse_mla, "rows_of_run", lambda *_: most)
+    monkeypatch.setattr(sparse_mla_reduce, "FEW_KEYS", few)
+    with settings(fp32_contributions=True):
+        got, again = (run(case, selection, case.sink, True) for _ in range(2))
+    assert_within_budget(got, case, selection, case.sink)
+    assert all(got[name].equal(again[name]) for name in got)
+    assert got["q"].equal(rounded["q"])
+
+    def differ(found: dict[str, Tensor]) -> float:
+        return float((found["kv"] != atomic["kv"]).float().mean())
+
+    assert differ(got) < 0.01
+    assert differ(rounded) > 5 * differ(got) + 0.05

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from dsattn import settings
+
 pytest.importorskip("triton")
 SHARED = 232448  # of one block of threads
 ONE_GROUP = 128
@@ -14,15 +16,22 @@ ONE_GROUP = 128
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("heads", "width", "deterministic", "with_sink"),
-    [(100, 576, True, True), (64, 576, True, False), (64, 512, False, False)],
+    ("heads", "width", "route", "with_sink"),
+    [
+        (100, 576, "bfloat16", True),
+        (64, 576, "bfloat16", False),
+        (64, 512, "atomics", False),
+        (100, 576, "float32", True),
+        (64, 576, "float32", False),
+        (64, 512, "float32", False),
+    ],
 )
 def test_compiles_for_hopper(
     launches: list,
     assemble: Callable[[Any], Any],
     heads: int,
     width: int,
-    deterministic: bool,
+    route: str,
     with_sink: bool,
 ) -> None:
     from dsattn.backends.hopper import sparse_mla
@@ -33,7 +42,8 @@ def test_compiles_for_hopper(
     index, length = torch.zeros(rows, slots, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
     sink = torch.zeros(heads) if with_sink else None
     operands = (out, q, q.new_zeros(keys, width), index, length, sink, out, torch.zeros(rows, heads), 0.1)
-    sparse_mla.sparse_mla_backward(*operands, deterministic)
+    with settings(fp32_contributions=route == "float32"):
+        sparse_mla.sparse_mla_backward(*operands, route != "atomics")
     (launch,) = (launch for launch in launches if launch.kernel is backward_kernel)
     assert launch.grid == (rows * (2 if heads > 64 else 1),)
     got = assemble(launch)
@@ -46,8 +56,9 @@ def test_compiles_for_hopper(
         4 * (width + 512) // 64
     )
     assert got.ptx.count("setmaxnreg") >= 3
-    assert got.ptx.count("add.v4.f32") == (0 if deterministic else width // 64 * 8)
-    assert got.ptx.count("st.global.cs.v4.b32") == (width // 64 * 4 if deterministic else 0)
+    stores = {"atomics": 0, "bfloat16": 4, "float32": 8}[route]
+    assert got.ptx.count("add.v4.f32") == (width // 64 * 8 if route == "atomics" else 0)
+    assert got.ptx.count("st.global.cs.v4.b32") == width // 64 * stores
 
 
 @pytest.mark.parametrize(("vector", "sizes"), [(4, (4, 2, 4, 2)), (8, (2, 4, 4, 2))])

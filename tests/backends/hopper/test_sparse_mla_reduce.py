@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsattn import settings
 from dsattn.testing import random_selection
 
 pytest.importorskip("triton")
@@ -126,8 +127,9 @@ def test_additions(device: str, keys: int, width: int) -> None:
 
 @pytest.mark.parametrize(("width", "blocks", "few"), [(576, 1, 5), (512, 2, 6), (576, 3, 6)])
 @pytest.mark.parametrize("runs", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_contributions(
-    device: str, width: int, blocks: int, few: int, runs: int, monkeypatch: pytest.MonkeyPatch
+    device: str, width: int, blocks: int, few: int, runs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys without lines, with one, with more than one step; lines past the last are poison; one warp, and two."""
     from dsattn.backends.hopper import sparse_mla_reduce
@@ -138,26 +140,29 @@ def test_contributions(
     total, dkv = torch.full((keys, width), NAN, device=device), torch.full((keys, width), NAN, device=device)
     expected = torch.zeros(keys, width, dtype=torch.float64)
     for run, count in enumerate(counts):
-        lines = torch.randn(int(count.sum()) + 3, blocks, width)
+        lines = torch.randn(int(count.sum()) + 3, blocks, width).to(dtype)
         lines[-3:] = NAN
         start = torch.cat([count.new_zeros(1), count.cumsum(0)]).int()
         for key in range(keys):
             expected[key] += lines[start[key] : start[key + 1]].double().sum((0, 1))
-        stored = register_order(lines.flatten(0, 1), 8).view_as(lines).to(device)
+        stored = register_order(lines.flatten(0, 1), 16 // dtype.itemsize).view_as(lines).to(device)
         sparse_mla_reduce.add_contributions(stored, start.to(device), total, dkv, run == 0, run == runs - 1)
     torch.testing.assert_close(dkv.cpu().double(), expected, rtol=1e-5, atol=1e-5)
     assert total.isnan().all() == (runs == 1)
 
 
 @pytest.mark.parametrize(("keys", "warps"), [(1, 2), (32767, 2), (32768, 1)])
-def test_few_keys_have_two_warps_each(launches: list, keys: int, warps: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_few_keys_have_two_warps_each(launches: list, keys: int, warps: int, dtype: torch.dtype) -> None:
+    """A warp reads 4 KB of the 512 channels at a time."""
     from dsattn.backends.hopper.sparse_mla_reduce import add_contributions
 
-    lines, start = torch.empty(1, 1, 576, dtype=torch.bfloat16), torch.zeros(keys + 1, dtype=torch.int32)
+    lines, start = torch.empty(1, 1, 576, dtype=dtype), torch.zeros(keys + 1, dtype=torch.int32)
     add_contributions(lines, start, torch.empty(0), torch.empty(keys, 576), True, True)
     (launch,) = launches
     assert launch.grid == (keys,)
     assert launch.constants["num_warps"] == warps
+    assert launch.constants["LINES"] * 512 * dtype.itemsize == 4096 * warps
 
 
 @pytest.mark.slow
@@ -168,18 +173,19 @@ def test_compiles_for_hopper(launches: list, assemble: Callable[[Any], Any]) -> 
 
     q, out = torch.zeros(2, 64, 576, dtype=torch.bfloat16), torch.zeros(2, 64, 512, dtype=torch.bfloat16)
     index, sink = torch.zeros(2, 2048, dtype=torch.int32), torch.zeros(64)
-    for keys, deterministic in ((64, False), (64, True), (32768, True)):
+    for keys, deterministic, fp32 in ((64, False, False), *itertools.product((64, 32768), (True,), (False, True))):
         operands = (out, q, q.new_zeros(keys, 576), index, index[:, 0], sink, out, torch.zeros(2, 64), 0.1)
-        sparse_mla_backward(*operands, deterministic)
+        with settings(fp32_contributions=fp32):
+            sparse_mla_backward(*operands, deterministic)
     others = [launch for launch in launches if launch.kernel is not backward_kernel]
     forms = {str((launch.kernel.__name__, launch.constants)): launch for launch in others}
-    assert len(forms) == 6
+    assert len(forms) == 8
     for launch in forms.values():
         got = assemble(launch)
         name = launch.kernel.__name__
         assert got.complaints == [], name
         assert got.spills == 0, name
         if name == "_contributions_kernel":
-            # 4 KB of the 512 channels a warp; of the others 1024 bytes two warps, 512 one.
+            # 4 KB of the 512 channels a warp, and an eighth of that of the others.
             assert len(re.findall(r"ld\.global\.\S*v4\.b32", got.ptx)) == 8 + 1
             assert got.registers <= 104

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsattn.backends import Call
+from dsattn.backends import Call, settings
 from dsattn.errors import BackendUnavailable
 from dsattn.keys import Layout
 from dsattn.ops.distill_reference import backward_reference, forward_reference
@@ -247,6 +247,18 @@ def test_blocks_of_rows(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     got = kernel_run(operands, case.scale)
     del got["k_i"]
     assert_same(got, whole)
+
+
+def test_fp32_contributions(device: str) -> None:
+    """The sums are then those of atomics but for their order; contributions in half precision are another matter."""
+    case = make_case(Layout.causal(40), COMMON, dtype=torch.bfloat16, device=device)
+    operands = operands_of(case, choose_keys(case))
+    atomic, rounded = (kernel_run(operands, case.scale, deterministic=fixed)["k_i"] for fixed in (False, True))
+    with settings(fp32_contributions=True):
+        got, again = (kernel_run(operands, case.scale, deterministic=True)["k_i"] for _ in range(2))
+    assert got.equal(again)
+    assert float((got != atomic).float().mean()) < 0.01
+    assert float((rounded != atomic).float().mean()) > 0.1
 
 
 def test_mixed_dtypes_meet_above(device: str) -> None:

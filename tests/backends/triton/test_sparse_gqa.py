@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsattn.backends import Call
+from dsattn.backends import Call, settings
 from dsattn.errors import BackendUnavailable
 from dsattn.keys import Layout
 from dsattn.selection import Selection
@@ -189,6 +189,19 @@ def test_deterministic_runs_of_rows(device: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sparse_gqa, "SCRATCH_BYTES", 2 * 19 * 2 * (24 + 17) * 4)
     for name, value in run(case, selection, case.sink, True).items():
         torch.testing.assert_close(value, whole[name])
+
+
+def test_fp32_contributions(device: str) -> None:
+    """The sums are then those of atomics but for their order; contributions in half precision are another matter."""
+    case = make_case(Layout.causal(40), COMMON, dtype=torch.bfloat16, device=device)
+    selection = choose_keys(case)
+    atomic, rounded = (run(case, selection, None, deterministic) for deterministic in (False, True))
+    with settings(fp32_contributions=True):
+        got, again = (run(case, selection, None, True) for _ in range(2))
+    for name in NAMES[3:]:
+        assert got[name].equal(again[name])
+        assert float((got[name] != atomic[name]).float().mean()) < 0.01, name
+        assert float((rounded[name] != atomic[name]).float().mean()) > 0.1, name
 
 
 def test_mixed_dtypes_meet_above(device: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsattn.backends import Call
+from dsattn.backends import Call, settings
 from dsattn.errors import BackendUnavailable
 from dsattn.keys import Layout
 from dsattn.selection import Selection
@@ -165,6 +165,18 @@ def test_deterministic_runs_of_rows(device: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sparse_mla, "SCRATCH_BYTES", 3 * 19 * (16 + 24) * 4)
     for name, value in run(case, selection, case.sink, True).items():
         torch.testing.assert_close(value, whole[name])
+
+
+def test_fp32_contributions(device: str) -> None:
+    """The sums are then those of atomics but for their order; contributions in half precision are another matter."""
+    case = make_case(Layout.causal(40), COMMON, dtype=torch.bfloat16, device=device)
+    selection = choose_keys(case)
+    atomic, rounded = (run(case, selection, None, deterministic)["kv"] for deterministic in (False, True))
+    with settings(fp32_contributions=True):
+        got, again = (run(case, selection, None, True)["kv"] for _ in range(2))
+    assert got.equal(again)
+    assert float((got != atomic).float().mean()) < 0.01
+    assert float((rounded != atomic).float().mean()) > 0.1
 
 
 def test_more_keys_than_atomics_serve(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

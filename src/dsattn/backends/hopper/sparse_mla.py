@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from dsattn.backends import Call, unmet
+from dsattn.backends import Call, contribution_dtype, unmet
 from dsattn.backends.triton.launch import launch
 from dsattn.backends.vendors import positive_scale
 from dsattn.errors import BackendUnavailable
@@ -104,8 +104,8 @@ def sparse_mla_backward(
     """(dq, dkv): probabilities come back from lse, dkv is summed in fp32.
 
     Fewer than CONTRIBUTIONS_FROM keys: by atomics, in any order. More, or `deterministic`: run of rows after run of
-    rows writes what its slots contribute in bf16, and these are summed by key in the order of rows. A row's keys are
-    distinct, as a Selection promises. Raises BackendUnavailable where kv is not bf16.
+    rows writes what its slots contribute, in bf16 or as `settings` ask, and these are summed by key in the order of
+    rows. A row's keys are distinct, as a Selection promises. Raises BackendUnavailable where kv is not bf16.
     """
     from dsattn.backends.hopper import sparse_mla_reduce as reduce
     from dsattn.backends.hopper.sparse_mla_backward import backward_kernel
@@ -133,8 +133,9 @@ def sparse_mla_backward(
             run(0, rows, index, additions)
             reduce.gather_additions(additions, dkv)
         else:
-            most = rows_of_run(rows, heads, width, slots, keys)
-            buffer = q.new_empty(most * slots, blocks, width)
+            dtype = contribution_dtype(q.dtype)
+            most = rows_of_run(rows, heads, width, slots, keys, dtype.itemsize)
+            buffer = q.new_empty(most * slots, blocks, width, dtype=dtype)
             total = torch.empty(keys if most < rows else 0, width, dtype=torch.float32, device=kv.device)
             for first in range(0, rows, most):
                 count = min(most, rows - first)
@@ -154,9 +155,9 @@ def by_atomics(keys: int, deterministic: bool) -> bool:
     return not deterministic and keys < CONTRIBUTIONS_FROM
 
 
-def rows_of_run(rows: int, heads: int, width: int, slots: int, keys: int) -> int:
+def rows_of_run(rows: int, heads: int, width: int, slots: int, keys: int, itemsize: int) -> int:
     """Rows whose contributions, with the words that place them, fit into SCRATCH_BYTES; at least one."""
-    a_row = slots * (2 * width * blocks_of_heads(heads) + 4) + -(-keys // 4)
+    a_row = slots * (itemsize * width * blocks_of_heads(heads) + 4) + -(-keys // 4)
     return min(rows, max(1, SCRATCH_BYTES // a_row))
 
 

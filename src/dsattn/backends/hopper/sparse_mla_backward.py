@@ -7,9 +7,10 @@ Three groups of four warps share 230 KB of shared memory: q and grad_out of the 
     keys     before the first tile, delta = out . grad_out of each head; dq of the other channels; then
              dk = P^T grad_out + dS^T q, 64 channels at a time, and its way out
 
-Gradients of keys leave in one of two ways: fp32 additions to [S, C], in any order, or bf16 contributions, each written
-to the line that `sparse_mla_reduce` assigned to it. Four fp32 or eight bf16 channels that are neighbours in a thread's
-registers become neighbours in memory, so that they leave in 16 bytes: both buffers are in *register order*, see there.
+Gradients of keys leave in one of two ways: fp32 additions to [S, C], in any order, or contributions in bf16 or fp32,
+each written to the line that `sparse_mla_reduce` assigned to it. Four fp32 or eight bf16 channels that are neighbours
+in a thread's registers become neighbours in memory, so that they leave in 16 bytes: both buffers are in *register
+order*, see there.
 
 What the compiler needs, or it waits after every matrix product or spills: accumulators are carried through the loop and
 overwritten by `use_acc=False`; shared memory is indexed by a zero that it cannot see through; pointers are one tile of
@@ -219,7 +220,7 @@ def _keys(
     CHUNK: gl.constexpr = accumulator(64)
     WIDE: gl.constexpr = accumulator(HALF)
     TRANSPOSED: gl.constexpr = gl.DotOperandLayout(0, CHUNK, 2)
-    OUT: gl.constexpr = leaving(4 if ATOMIC else 8)
+    OUT: gl.constexpr = leaving(128 // dk.dtype.element_ty.primitive_bitwidth)
     channel = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, OUT)), 0)
     mbarrier.wait(bars.index(ROW_FULL), 0)
     delta_shared.store(_delta(out, grad_shared.index(0), heads))
@@ -269,12 +270,14 @@ def _keys(
 @gluon.jit
 def _leave(add, pointers, live, ATOMIC: gl.constexpr):
     """Send 64 channels of 64 keys on their way, in register order."""
-    if ATOMIC:
+    if pointers.dtype.element_ty == gl.float32:
         ordered = add.reshape(KEYS, 4, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(KEYS, 64)
-        gl.atomic_add(pointers, gl.convert_layout(ordered, pointers.type.layout), mask=live, sem="relaxed")
     else:
         ordered = add.to(gl.bfloat16).reshape(KEYS, 2, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(KEYS, 64)
-        ordered = gl.convert_layout(ordered, pointers.type.layout)
+    ordered = gl.convert_layout(ordered, pointers.type.layout)
+    if ATOMIC:
+        gl.atomic_add(pointers, ordered, mask=live, sem="relaxed")
+    else:
         gl.store(pointers, ordered, mask=live, cache_modifier=".cs")  # read once, and not soon
 
 
@@ -308,7 +311,7 @@ def backward_kernel(
     grad_out, out: [T, H, V], q, dq: [T, H, C], kv: [S, C], all bf16. index: [T, slots] int32, length: [T] int32,
     lse: [T, H] fp32, sink: [H] or None. zero: 0, which the compiler must not know.
     ATOMIC: dk is [S, C] fp32 to add to, line is index. Otherwise line is [rows of this launch, slots] int32, -1 in
-    empty slots, and dk [lines, blocks of heads, C] bf16 to write.
+    empty slots, and dk [lines, blocks of heads, C] bf16 or fp32 to write.
     """
     BLOCKS: gl.constexpr = (H + HEADS - 1) // HEADS
     block = gl.program_id(0) % BLOCKS

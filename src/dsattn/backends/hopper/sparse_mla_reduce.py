@@ -141,14 +141,15 @@ def add_contributions(
 ) -> None:
     """Sum what a run of rows contributed to each key, in the order of its lines.
 
-    contributions: [lines, blocks of heads, C] in register order; start: [S + 1] int32 of `place`.
+    contributions: [lines, blocks of heads, C], bf16 or fp32, in register order; start: [S + 1] int32 of `place`.
     total: [S, C] fp32 in register order: written by the first run, added to by others, untouched by a run that is both
     `first` and `last`. dkv: [S, C], written by the last.
     """
     _, blocks, width = contributions.shape
     # Few keys have many lines each, and one warp would be too slow for them.
     warps = 2 if dkv.shape[0] < FEW_KEYS else 1
-    constants = {"C": width, "BLOCKS": blocks, "FIRST": first, "LAST": last, "LINES": 4 * warps, "num_warps": warps}
+    lines = 8 // contributions.element_size() * warps
+    constants = {"C": width, "BLOCKS": blocks, "FIRST": first, "LAST": last, "LINES": lines, "num_warps": warps}
     launch(_contributions_kernel, (dkv.shape[0],), contributions, start, total, dkv, **constants)
 
 
@@ -190,19 +191,22 @@ def _contributions_kernel(
                 more = tl.load(lines + rest[None, :], mask=held, other=0.0, eviction_policy="evict_first")
                 rest_sums += more.to(tl.float32)
             sums += tl.sum(part.to(tl.float32), 0)
-        _store_sums(sums, channel, total, dkv, LAST)
+        BYTES: tl.constexpr = contributions.dtype.element_ty.primitive_bitwidth // 8
+        _store_sums(sums, channel, total, dkv, LAST, BYTES)
         if C > 512:
             last_sums = tl.sum(rest_sums, 0)
             if not FIRST:
                 last_sums += tl.load(total + rest)
-            _store_sums(last_sums, rest, total, dkv, LAST)
+            _store_sums(last_sums, rest, total, dkv, LAST, BYTES)
 
 
 @triton.jit
-def _store_sums(sums, channel, total, dkv, LAST: tl.constexpr):
+def _store_sums(sums, channel, total, dkv, LAST: tl.constexpr, BYTES: tl.constexpr):
+    """BYTES: of an element of the contributions, whose register order these sums are in."""
     if LAST:
-        within = channel % 32
-        target = channel - within + within % 8 // 2 * 8 + within // 8 * 2 + within % 2
+        RUN: tl.constexpr = 16 // BYTES  # neighbours in a thread's registers
+        within = channel % (4 * RUN)
+        target = channel - within + within % RUN // 2 * 8 + within // RUN * 2 + within % 2
         tl.store(dkv + target, sums.to(dkv.dtype.element_ty))
     else:
         tl.store(total + channel, sums)

@@ -2,7 +2,8 @@
 
 The forward leaves dKL/dI of every slot to the backward, which therefore meets the indexer's operands alone: it gathers
 a row's keys tile by tile, sums dq and dw in registers, and scatters dk. By atomics, in any order; or, `deterministic`,
-run of rows after run of rows, every slot's part of dk is written and these are summed by key in the order of the slots.
+run of rows after run of rows, every slot's part of dk is written, in the operands' dtype or as `settings` ask, and all
+are summed by key in the order of the slots.
 Memory beside operands and results: the forward takes 4 T K bytes for dKL/dI, saved, and at most SCRATCH_BYTES for the
 target; the backward 4 S D bytes for dk and, deterministic, at most SCRATCH_BYTES and 32 bytes a slot of a run.
 Letters: T query rows, S keys, H_I / D indexer heads / width, K kept keys; tiles: N slots, P padded heads.
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsattn.backends import Call, unmet
+from dsattn.backends import Call, contribution_dtype, unmet
 from dsattn.backends.triton.chunks import meet
 from dsattn.backends.triton.indexer_kl_dense import ranges_backward, ranges_forward
 from dsattn.backends.triton.indexer_kl_rows import (
@@ -270,8 +271,9 @@ def _selected_backward(
     if not deterministic:
         launch(_slot_gradient_kernel, (rows,), *before, dk, 0, ATOMIC=True, **geometry)
         return dk
-    blocks = row_blocks(rows, slots * width * q_i.element_size(), SCRATCH_BYTES)
-    parts = q_i.new_empty(blocks[0].stop, slots, width)
+    dtype = contribution_dtype(q_i.dtype)
+    blocks = row_blocks(rows, slots * width * dtype.itemsize, SCRATCH_BYTES)
+    parts = q_i.new_empty(blocks[0].stop, slots, width, dtype=dtype)
     for block in blocks:
         launch(
             _slot_gradient_kernel, (block.stop - block.start,), *before, parts, block.start, ATOMIC=False, **geometry

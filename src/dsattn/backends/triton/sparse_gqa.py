@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsattn.backends import Call, unmet
+from dsattn.backends import Call, contribution_dtype, unmet
 from dsattn.backends.triton.chunks import (
     LN_2,
     LOG2_E,
@@ -328,7 +328,8 @@ def sparse_gqa_backward(
     """(dq, dk, dv): probabilities come back from lse, dk and dv are summed in fp32.
 
     Up to ATOMIC_KEYS keys by atomics, in any order. Beyond, or `deterministic`, run of rows after run of rows: each
-    writes what its slots contribute in the operands' dtype, and these are summed by key in the order of the slots.
+    writes what its slots contribute, in the operands' dtype or as `settings` ask, and these are summed by key in the
+    order of the slots.
     """
     rows, heads, width = q.shape
     num_keys, groups, value_dim, slots = k.shape[0], k.shape[1], v.shape[2], index.shape[1]
@@ -339,7 +340,10 @@ def sparse_gqa_backward(
     q, k, v = meet(q=q, k=k, v=v)
     if 0 in (rows, heads, num_keys, slots):
         return dq.zero_(), dk.to(dtypes[0]), dv.to(dtypes[1])
-    tiles = backward_tiles(heads // groups, width + value_dim, q.dtype, shared_bytes(q.device))
+    dtype, shared = contribution_dtype(q.dtype), shared_bytes(q.device)
+    if dtype != q.dtype:  # a tile of them passes through shared memory on its way out
+        shared -= max(dtype.itemsize * keys * chunk for keys, chunk, _ in BACKWARD_TILES)
+    tiles = backward_tiles(heads // groups, width + value_dim, q.dtype, shared)
     blocks = _blocks(heads, groups, tiles)
     index, length = index.contiguous(), length.contiguous()
     before = (grad_out.to(q.dtype).contiguous(), q, k, v, index, length, contiguous(sink))
@@ -349,9 +353,9 @@ def sparse_gqa_backward(
         if not deterministic and num_keys <= ATOMIC_KEYS:
             launch(_backward_kernel, (rows * groups * blocks,), *before, dk, dv, scale, 0, ATOMIC=True, **constants)
             return dq, dk.to(dtypes[0]), dv.to(dtypes[1])
-        row_bytes = blocks * slots * groups * (width + value_dim) * q.element_size()
+        row_bytes = blocks * slots * groups * (width + value_dim) * dtype.itemsize
         run = min(rows, max(1, SCRATCH_BYTES // row_bytes))
-        scratch = [q.new_empty(run, blocks, slots, groups * each) for each in (width, value_dim)]
+        scratch = [q.new_empty(run, blocks, slots, groups * each, dtype=dtype) for each in (width, value_dim)]
         for first in range(0, rows, run):
             count = min(run, rows - first)
             rest = (*scratch, scale, first)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsattn.backends import Call, unmet
+from dsattn.backends import Call, contribution_dtype, unmet
 from dsattn.backends.triton.chunks import LN_2, LOG2_E, cut, meet, shared_bytes
 from dsattn.backends.triton.launch import launch, needs_of
 from dsattn.selection import invert
@@ -444,9 +444,9 @@ def sparse_mla_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dq, dkv): probabilities come back from lse, dkv is summed in fp32.
 
-    Run of rows after run of rows, each within SCRATCH_BYTES. What a slot contributes to dkv is written in the operands'
-    dtype, and summed by key in an order that the slots decide: the same bits every time. Up to ATOMIC_KEYS keys it is
-    added by atomics instead, in any order, unless `deterministic`.
+    Run of rows after run of rows, each within SCRATCH_BYTES. What a slot contributes to dkv is written, in the
+    operands' dtype or as `settings` ask, and summed by key in an order that the slots decide: the same bits every time.
+    Up to ATOMIC_KEYS keys it is added by atomics instead, in any order, unless `deterministic`.
     """
     rows, heads, width = q.shape
     slots, keys = index.shape[1], kv.shape[0]
@@ -462,11 +462,12 @@ def sparse_mla_backward(
     key_tiles = backward_key_tiles(heads, width, q.dtype, shared)
     query_tiles = backward_query_tiles(heads, width, q.dtype, shared)
     blocks = triton.cdiv(heads, key_tiles.heads)
-    line_bytes = slots * (key_tiles.heads + (0 if atomic else width)) * q.element_size()
+    dtype = contribution_dtype(q.dtype)
+    line_bytes = slots * (key_tiles.heads * q.element_size() + (0 if atomic else width * dtype.itemsize))
     runs = triton.cdiv(rows, max(1, SCRATCH_BYTES // (blocks * line_bytes)))
     run = triton.cdiv(rows, runs)
     ds = q.new_empty(run, blocks, slots, key_tiles.heads)
-    contributions = dkv if atomic else q.new_empty(run, blocks, slots, width)
+    contributions = dkv if atomic else q.new_empty(run, blocks, slots, width, dtype=dtype)
     shape = {"H": heads, "C": width, "K": slots}
     with torch.cuda.device_of(q):
         terms = _terms(grad_out, out.to(q.dtype).contiguous(), sink, lse.contiguous())
