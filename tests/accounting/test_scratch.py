@@ -42,14 +42,14 @@ def test_sums_over_keys_and_contributions():
     assert scratch.attention_backward(*reversed(kept_of(8192, "warmup")), "cuda") == 0
 
 
-@pytest.mark.parametrize("fp32", [False, True])
+@pytest.mark.parametrize(("allowed", "fp32"), [(2**31, False), (2**28, True)])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize(("tokens", "deterministic"), [(8192, None), (8192, True), (8193, None), (3, None)])
 @pytest.mark.parametrize("heads", [3, 16, 65, 200])
-def test_a_run_of_rows_in_triton(heads, tokens, deterministic, itemsize, fp32):
+def test_a_run_of_rows_in_triton(heads, tokens, deterministic, itemsize, allowed, fp32):
     """What `sparse_mla_backward` allocates: gradients of logits by its blocks of heads, and contributions."""
     triton = pytest.importorskip("dsattn.backends.triton.sparse_mla", exc_type=ImportError)
-    assert (scratch.TRITON_RUN, scratch.TRITON_ATOMIC_KEYS) == (triton.SCRATCH_BYTES, triton.ATOMIC_KEYS)
+    assert scratch.TRITON_ATOMIC_KEYS == triton.ATOMIC_KEYS
     here, one = kept_of(tokens, deterministic=deterministic)
     attention = dataclasses.replace(one.config.attention, heads=heads, kv_lora_rank=448)  # not Hopper's width
     one = dataclasses.replace(one, config=dataclasses.replace(one.config, attention=attention), itemsize=itemsize)
@@ -57,11 +57,11 @@ def test_a_run_of_rows_in_triton(heads, tokens, deterministic, itemsize, fp32):
     block = triton.backward_key_tiles(heads, 512, dtype, 232448).heads
     adds = 0 if tokens == 3 or (tokens, deterministic) == (8192, None) else 512 * (4 if fp32 else itemsize)
     a_row = -(-heads // block) * 2048 * (block * itemsize + adds)
-    with settings(fp32_contributions=fp32):
+    with settings(fp32_contributions=fp32, scratch_bytes=allowed):
         sums, run = 4 * tokens * 512, scratch.attention_backward(one, here, "cuda")
-    runs = -(-tokens // (triton.SCRATCH_BYTES // a_row))
+    runs = -(-tokens // (allowed // a_row))
     assert run == sums + a_row * -(-tokens // runs)
-    assert run - sums <= triton.SCRATCH_BYTES
+    assert run - sums <= allowed
 
 
 def test_the_loss_takes_a_target():
@@ -93,14 +93,30 @@ def test_fp32_contributions_are_counted():
     assert loss == 4 * 8192 * 64 + rows * 2048 * (4 * 64 + 32)
 
 
+def test_a_smaller_budget_bounds_every_kernel():
+    size = 2**20
+    with settings(scratch_bytes=size):
+        for tokens, mode, deterministic in ((2**17, "sparse", None), (8192, "sparse", True), (8192, "warmup", None)):
+            here, one = kept_of(tokens, mode, deterministic)
+            backward, loss = (f(one, here, "cuda") for f in (scratch.attention_backward, scratch.loss_target))
+            assert backward == (0 if mode == "warmup" else 4 * tokens * 576 + size)
+            assert loss == size
+            sums = 4 * tokens * 64
+            rows = size // (2 * 2048 * 64)
+            added = {None: 0, True: rows * 2048 * (2 * 64 + 32)}[deterministic] if mode == "sparse" else size
+            assert scratch.indexer_loss(one, here, "cuda") == sums + added
+
+
+@pytest.mark.parametrize("allowed", [2**31, 2**27])
 @pytest.mark.parametrize("tokens", [2, 4096, 8192, 2**15])
-def test_probabilities_are_those_of_a_run(tokens):
+def test_probabilities_are_those_of_a_run(tokens, allowed):
     pytest.importorskip("triton")
     from dsattn.backends.hopper.dsa_attention import rows_of_run
 
     here, one = kept_of(tokens)
-    rows = rows_of_run(tokens, 16, 2048)
-    assert scratch.probabilities(one, here, "cuda") == rows * 2048 * 64 * (2 + 4 / 64)
+    with settings(scratch_bytes=allowed):
+        rows = rows_of_run(tokens, 16, 2048)
+        assert scratch.probabilities(one, here, "cuda") == rows * 2048 * 64 * (2 + 4 / 64)
     assert scratch.probabilities(one, here, "cpu") == 0
     assert scratch.probabilities(*reversed(kept_of(tokens, deterministic=True)), "cuda") == 0
     assert scratch.probabilities(dataclasses.replace(one, itemsize=4), here, "cuda") == 0
@@ -112,10 +128,8 @@ def test_budgets_are_those_of_the_kernels():
     from dsattn.backends.triton import indexer_kl, indexer_kl_dense, sparse_gqa
     from dsattn.ops import blocks, indexer, select
 
-    assert scratch.CONTRIBUTIONS == sparse_mla.SCRATCH_BYTES
     assert scratch.CONTRIBUTIONS_FROM == sparse_mla.CONTRIBUTIONS_FROM
     assert scratch.GQA_CONTRIBUTIONS == sparse_gqa.SCRATCH_BYTES
-    assert scratch.PROBABILITIES == sparse_mla.SCRATCH_BYTES
     assert (*scratch.HOPPER_WIDTHS, scratch.HOPPER_HEADS) == (*sparse_mla.WIDTHS, sparse_mla.HEADS)
     assert (scratch.HOPPER_VALUE_WIDTH, scratch.HOPPER_TILE) == (sparse_mla.VALUE_WIDTH, dsa_attention.KEYS)
     assert scratch.TARGET == indexer_kl.SCRATCH_BYTES

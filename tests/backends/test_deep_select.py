@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from dsattn.backends import Call, deep_select, vendors
+from dsattn.backends import Call, deep_select, settings, vendors
 from dsattn.backends.deep_select import Widths
 from dsattn.errors import BackendUnavailable
 from dsattn.ops.first_use import compare
@@ -79,7 +79,7 @@ def test_ranks_by_the_rule(dtype, top_k, build):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout(name, build, no_sync, monkeypatch):
+def test_every_layout(name, build, no_sync):
     layout = LAYOUTS[name]()
     keys = layout.keys
     scores = torch.randn(keys.num_rows, max(layout.num_keys, 1)).round()
@@ -90,8 +90,9 @@ def test_every_layout(name, build, no_sync, monkeypatch):
         hidden = (column < keys.start[:, None]) | (column >= keys.stop[:, None])
         deep_select.aligned_rows(scores, hidden, ALIGNED)
     for rows in (2**20, 5):
-        monkeypatch.setattr(deep_select, "_BLOCK_BYTES", 32 * scores.shape[1] * rows)
-        for got, right in zip(deep_select.select_topk(scores, keys.start, keys.stop, 6), exact, strict=True):
+        with settings(scratch_bytes=32 * scores.shape[1] * rows):
+            found = deep_select.select_topk(scores, keys.start, keys.stop, 6)
+        for got, right in zip(found, exact, strict=True):
             assert torch.equal(got, right)
 
 

@@ -1,7 +1,7 @@
 """What kernels need beside operands and results while they run, in bytes.
 
-On a GPU these are the budgets that the kernels keep to, or less where the case is smaller; on a CPU the references work
-in blocks of rows.
+On a GPU these are the budgets that the kernels keep to, `dsattn.settings(scratch_bytes=)` or their own where that is
+smaller, or less where the case is smaller; on a CPU the references work in blocks of rows.
 Letters: T rows, S keys, H heads, C key width, K kept keys, D indexer width.
 """
 
@@ -9,18 +9,15 @@ from typing import Literal
 
 from dsattn.accounting.kept import FP32, Kept
 from dsattn.accounting.place import Place
-from dsattn.backends import current
+from dsattn.backends import current, scratch_bytes
 from dsattn.config import GQAConfig
 
 CPU_BLOCK = 2**24  # `ops.blocks`
 CPU_TILE_ROWS, CPU_SCORE = 128, 32  # `ops.indexer`, `ops.select`: rows scored at a time, bytes a score
 HOPPER_WIDTHS, HOPPER_VALUE_WIDTH, HOPPER_HEADS = (512, 576), 512, 64  # its kernels of sparse MLA; heads of a block
 HOPPER_TILE = 64  # slots
-PROBABILITIES = 2**31  # sparse MLA's forward on Hopper, where it makes the target of the indexer's loss
-CONTRIBUTIONS = 2**31  # sparse MLA's backward on Hopper
-CONTRIBUTIONS_FROM = 40960  # so many keys; below, its sums are added by atomics unless `deterministic`
-TRITON_RUN = 2**31  # sparse MLA's backward in Triton: a run of rows
-TRITON_ATOMIC_KEYS = 8192  # up to so many keys its sums are added by atomics unless `deterministic`
+CONTRIBUTIONS_FROM = 40960  # keys; below, sparse MLA's backward on Hopper adds by atomics unless `deterministic`
+TRITON_ATOMIC_KEYS = 8192  # up to so many keys that in Triton adds by atomics unless `deterministic`
 TRITON_HEADS = {2: 128, 4: 16}  # most heads of its blocks, by bytes of an element; at least 16
 GQA_CONTRIBUTIONS = 2**30
 TARGET = 2**30  # the indexer's loss over selected keys
@@ -58,7 +55,7 @@ def probabilities(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int
     blocks = -(-one.config.attention.heads // HOPPER_HEADS)
     tiles = -(-one.config.dsa.indexer.top_k // HOPPER_TILE)
     a_row = blocks * tiles * HOPPER_HEADS * (2 * HOPPER_TILE + FP32)
-    runs = -(-here.rows // max(1, PROBABILITIES // a_row))
+    runs = -(-here.rows // max(1, scratch_bytes() // a_row))
     return a_row * -(-here.rows // max(runs, 1))
 
 
@@ -87,7 +84,7 @@ def attention_backward(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -
         return sums + _triton_run(one, here, width)
     if not is_gqa and here.keys < CONTRIBUTIONS_FROM and one.config.dsa.deterministic is not True:
         return sums
-    return sums + min(GQA_CONTRIBUTIONS if is_gqa else CONTRIBUTIONS, _contribution(size) * rows * top_k * width)
+    return sums + min(scratch_bytes(GQA_CONTRIBUTIONS if is_gqa else None), _contribution(size) * rows * top_k * width)
 
 
 def _contribution(itemsize: int) -> int:
@@ -102,7 +99,7 @@ def _triton_run(one: Kept, here: Place, width: int) -> int:
     atomic = here.keys <= TRITON_ATOMIC_KEYS and one.config.dsa.deterministic is not True
     line = block * size + (0 if atomic else width * _contribution(size))
     a_row = -(-heads // block) * one.config.dsa.indexer.top_k * line
-    runs = -(-here.rows // max(1, TRITON_RUN // a_row))
+    runs = -(-here.rows // max(1, scratch_bytes() // a_row))
     return a_row * -(-here.rows // max(runs, 1))
 
 
@@ -123,7 +120,9 @@ def loss_target(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
     if not one.has_loss or device == "cpu":
         return 0
     column = FP32 * (here.rows // here.indexer_shards)
-    return min(TARGET, column * one.config.dsa.indexer.top_k) if one.sparse else min(RANGES, 2 * column * here.keys)
+    if one.sparse:
+        return min(scratch_bytes(TARGET), column * one.config.dsa.indexer.top_k)
+    return min(scratch_bytes(RANGES), 2 * column * here.keys)
 
 
 def indexer_loss(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
@@ -139,5 +138,5 @@ def indexer_loss(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
     if one.config.dsa.deterministic is not True:
         return sums
     part = _contribution(one.itemsize) * indexer.head_dim
-    run = min(rows, max(1, TARGET // (part * indexer.top_k)))
+    run = min(rows, max(1, scratch_bytes(TARGET) // (part * indexer.top_k)))
     return sums + run * indexer.top_k * (part + SORTED_SLOT)

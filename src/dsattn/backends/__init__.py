@@ -24,6 +24,7 @@ from dsattn.backends.options import Settings as Settings
 from dsattn.backends.options import contribution_dtype as contribution_dtype
 from dsattn.backends.options import current as current
 from dsattn.backends.options import resolve_deterministic as resolve_deterministic
+from dsattn.backends.options import scratch_bytes as scratch_bytes
 from dsattn.backends.options import settings as settings
 from dsattn.backends.vendors import is_installed, lacks_record, recorded
 from dsattn.errors import BackendUnavailable

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsattn.backends import Call, unmet
+from dsattn.backends import Call, scratch_bytes, unmet
 from dsattn.backends.vendors import version_of
 from dsattn.errors import BackendUnavailable
 from dsattn.selection import take
 
 MOST_TOP_K = 4096
-_BLOCK_BYTES = 2**31
 _BYTES_PER_SCORE = 32  # with what the rule keeps beside it
 
 
@@ -68,7 +67,7 @@ def select_topk(scores: Tensor, start: Tensor, stop: Tensor, top_k: int) -> tupl
     check_width(scores.dtype, rows, keys)
     column = torch.arange(keys, dtype=torch.int32, device=scores.device)
     end, alignment = stop.clamp(0, keys).contiguous(), deep_select.get_stride_requirement()[0]
-    step = max(_BLOCK_BYTES // (_BYTES_PER_SCORE * keys), 1)
+    step = max(scratch_bytes() // (_BYTES_PER_SCORE * keys), 1)
     for first in range(0, rows, step):
         part = slice(first, first + step)
         hidden = (column < start[part, None]) | (column >= stop[part, None]) | scores[part].isnan()

@@ -1,12 +1,11 @@
 """The package's generations and its scratch."""
 
 import gc
-import math
 
 import pytest
 import torch
 
-from dsattn.backends import Call
+from dsattn.backends import Call, settings
 from dsattn.backends.cudnn import frontend
 
 CALL = Call(device="cuda", capability=90, dtype="bfloat16")
@@ -46,15 +45,16 @@ def test_entry_points_are_found_once_with_one_collection(install, monkeypatch):
 @pytest.mark.parametrize(
     ("columns", "scratch", "rows"),
     [
-        (131072, 2 * 2**30, 2048),  # the budget
+        (131072, None, 2048),  # the settings' budget
+        (131072, 2 * 2**30, 2048),
         (131072, 2**40, 8192),  # int32 offsets
         (8, 2**10, 16),
         (8, 2**10 - 1, 15),
         (6, 2**10, 20),  # 24 bytes a row: four rows are a multiple of 32
         (7, 2**10, 16),  # 28 bytes: eight
         (7, 1, 8),  # one group at least
-        (2**31, 1.0, 1),
-        (0, 64.0, 8),
+        (2**31, 1, 1),
+        (0, 64, 8),
     ],
 )
 def test_rows_of_a_launch(columns, scratch, rows):
@@ -62,10 +62,10 @@ def test_rows_of_a_launch(columns, scratch, rows):
     assert (rows * max(columns, 1) * 4) % 32 == 0
 
 
-@pytest.mark.parametrize("scratch", [0, -1, math.inf, math.nan])
-def test_scratch_must_be_positive_and_finite(scratch):
-    with pytest.raises(ValueError, match="must be positive and finite"):
-        frontend.rows_per_launch(8, scratch)
+def test_scratch_is_what_settings_allow():
+    for size, rows in ((2**20, 16384), (1, 1), (2**50, 2**27)):
+        with settings(scratch_bytes=size):
+            assert frontend.rows_per_launch(8) == rows
 
 
 def test_slots_are_padded_and_left_alone():

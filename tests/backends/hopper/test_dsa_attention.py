@@ -1,5 +1,6 @@
 """Attention that hands the loss its target: runs of rows, the sum over heads, and, on a GPU, the two parts in turn."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsattn import settings
 from dsattn.keys import Layout
 from dsattn.ops import dsa_attention
 from dsattn.selection import Selection
@@ -25,14 +27,14 @@ def small(rows: int, heads: int, slots: int, width: int = 576) -> tuple[Any, ...
 @pytest.mark.parametrize("slots", [1, 64, 65, 2048])
 def test_runs_fit_the_scratch_and_are_even(heads: int, slots: int) -> None:
     from dsattn.backends.hopper.dsa_attention import rows_of_run
-    from dsattn.backends.hopper.sparse_mla import SCRATCH_BYTES
 
     a_row = -(-heads // 64) * -(-slots // 64) * 64 * (64 * 2 + 4)
-    for rows in (1, 4096, 10**6 + 1):
-        most = rows_of_run(rows, heads, slots)
-        assert most * a_row <= SCRATCH_BYTES
+    for rows, scratch in itertools.product((1, 4096, 10**6 + 1), (2**31, 2**26)):
+        with settings(scratch_bytes=scratch):
+            most = rows_of_run(rows, heads, slots)
+        assert most * a_row <= scratch
         runs = -(-rows // most)
-        assert runs == max(-(-rows // (SCRATCH_BYTES // a_row)), 1)
+        assert runs == max(-(-rows // (scratch // a_row)), 1)
         assert most * runs - rows < runs
 
 
@@ -48,12 +50,11 @@ def test_nothing_to_do(launches: list, rows: int, heads: int, slots: int) -> Non
     }
 
 
-def test_runs_of_rows_meet_their_own_results(launches: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsattn.backends.hopper import sparse_mla
+def test_runs_of_rows_meet_their_own_results(launches: list) -> None:
     from dsattn.backends.hopper.dsa_attention import dsa_attention_forward
 
-    monkeypatch.setattr(sparse_mla, "SCRATCH_BYTES", 4 * 2 * 3 * 64 * 132)
-    out, lse, shares = dsa_attention_forward(*small(7, 100, 130))
+    with settings(scratch_bytes=4 * 2 * 3 * 64 * 132):
+        out, lse, shares = dsa_attention_forward(*small(7, 100, 130))
     assert [launch.kernel.__name__ for launch in launches] == ["forward_kernel", "_shares_kernel"] * 2
     assert [launch.grid for launch in launches] == [(8,), (12,), (6,), (9,)]
     for first, attention, sums in zip((0, 4), launches[::2], launches[1::2], strict=True):
@@ -65,13 +66,11 @@ def test_runs_of_rows_meet_their_own_results(launches: list, monkeypatch: pytest
         assert top.shape == (8, 3, 64)
 
 
-def test_token_counts_do_not_compile_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsattn.backends.hopper import sparse_mla
+def test_token_counts_do_not_compile_anew() -> None:
     from dsattn.backends.hopper.dsa_attention import dsa_attention_forward
     from dsattn.backends.triton.launch import recording
 
-    monkeypatch.setattr(sparse_mla, "SCRATCH_BYTES", 2**20)
-    with recording(start=False) as kept:
+    with settings(scratch_bytes=2**20), recording(start=False) as kept:
         for rows, slots in ((1, 3), (16, 16), (33, 129), (128, 1)):
             dsa_attention_forward(*small(rows, 3, slots))
     assert {name: len(forms) for name, forms in kept.items()} == {"forward_kernel": 1, "_shares_kernel": 1}
@@ -182,9 +181,7 @@ def test_equals_the_composed_operation(hopper: str, heads: int, width: int, with
 
 
 @pytest.mark.gpu
-def test_under_a_cuda_graph_and_without_gradients(hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsattn.backends.hopper import sparse_mla
-
+def test_under_a_cuda_graph_and_without_gradients(hopper: str) -> None:
     case, selection = make(Layout.causal(300), 64, 576, hopper)
     expected = step(case, selection, None, deterministic=True)
     with torch.no_grad():
@@ -196,6 +193,6 @@ def test_under_a_cuda_graph_and_without_gradients(hopper: str, monkeypatch: pyte
         got = step(case, selection, None, deterministic=True)
     graph.replay()
     assert all(got[name].equal(expected[name]) for name in got)
-    monkeypatch.setattr(sparse_mla, "SCRATCH_BYTES", 2**22)  # many runs
-    many = step(case, selection, None, deterministic=True)
+    with settings(scratch_bytes=2**22):  # many runs
+        many = step(case, selection, None, deterministic=True)
     assert all(many[name].equal(expected[name]) for name in ("out", "lse", "kl", "q_i", "k_i", "w"))

@@ -56,23 +56,25 @@ def test_requires_a_triton_that_compiles_it(version: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("keys", [1, 4096, 2**20])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_runs_fit_the_scratch(heads: int, width: int, slots: int, keys: int, itemsize: int) -> None:
-    from dsattn.backends.hopper.sparse_mla import SCRATCH_BYTES, rows_of_run
+    from dsattn.backends.hopper.sparse_mla import rows_of_run
 
     def scratch(rows: int) -> int:
         return rows * slots * (itemsize * width * -(-heads // 64) + 4) + rows * keys // 4
 
-    rows = rows_of_run(10**9, heads, width, slots, keys, itemsize)
-    assert scratch(rows) <= SCRATCH_BYTES < scratch(rows + 1) + rows  # whole bytes a row
-    assert rows_of_run(3, heads, width, slots, keys, itemsize) == 3
-    # A contribution is named by an int32.
-    assert rows * slots < 2**31
+    for allowed in (2**31, 2**29):
+        with settings(scratch_bytes=allowed):
+            rows = rows_of_run(10**9, heads, width, slots, keys, itemsize)
+            assert scratch(rows) <= allowed < scratch(rows + 1) + rows  # whole bytes a row
+            assert rows_of_run(3, heads, width, slots, keys, itemsize) == 3
+    with settings(scratch_bytes=2**60):  # a contribution is named by an int32
+        assert rows_of_run(2**40, heads, width, slots, keys, itemsize) == (2**31 - 1) // slots
 
 
-def test_a_run_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_a_row() -> None:
     from dsattn.backends.hopper import sparse_mla
 
-    monkeypatch.setattr(sparse_mla, "SCRATCH_BYTES", 1)
-    assert sparse_mla.rows_of_run(5, 64, 576, 2048, 100, 2) == 1
+    with settings(scratch_bytes=1):
+        assert sparse_mla.rows_of_run(5, 64, 576, 2048, 100, 2) == 1
 
 
 @pytest.mark.parametrize(("rows", "heads", "keys", "top_k"), [(0, 2, 5, 3), (3, 0, 5, 3), (3, 2, 0, 2), (3, 2, 5, 0)])
@@ -161,13 +163,11 @@ def test_contributions_are_what_settings_ask(
 
 
 @pytest.mark.parametrize("scratch", [2**31, 40000])
-def test_token_counts_do_not_compile_anew(scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_counts_do_not_compile_anew(scratch: int) -> None:
     """Rows, keys, slots, runs, and slices that start anywhere: one compilation of a kernel and role."""
-    from dsattn.backends.hopper import sparse_mla
     from dsattn.backends.triton.launch import recording
 
-    monkeypatch.setattr(sparse_mla, "SCRATCH_BYTES", scratch)
-    with recording(start=False) as kept:
+    with settings(scratch_bytes=scratch), recording(start=False) as kept:
         for rows, keys, slots in ((1, 1, 3), (16, 32, 16), (33, 100, 7), (128, 77, 1)):
             q, out = torch.zeros(rows, 3, 576, dtype=torch.bfloat16), torch.zeros(rows, 3, 512, dtype=torch.bfloat16)
             kv, lse = q.new_zeros(keys, 576), torch.zeros(1 + rows * 3)[1:].view(rows, 3)

@@ -241,6 +241,9 @@ def test_blocks_of_rows(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = kernel_run(operands, case.scale, deterministic=True)
     monkeypatch.setattr(kernels, "SCRATCH_BYTES", 3 * 7 * 12 * 4)  # runs of 3 rows in the backward
     got = kernel_run(operands, case.scale, deterministic=True)
+    with settings(scratch_bytes=kernels.SCRATCH_BYTES):
+        monkeypatch.setattr(kernels, "SCRATCH_BYTES", 2**30)
+        assert_same(kernel_run(operands, case.scale, deterministic=True), got)
     torch.testing.assert_close(got.pop("k_i"), whole.pop("k_i"))
     assert_same(got, whole)
     monkeypatch.setattr(kernels, "SCRATCH_BYTES", 1)

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsattn.backends import Call
+from dsattn.backends import Call, scratch_bytes
 from dsattn.backends.vendors import dotted, version_of
 
 DISTRIBUTION = "nvidia-cudnn-frontend"
 GLOBAL_IDS = (1, 26)
-SCRATCH_BYTES = 2 * 2**30
 _ALIGNED_BYTES = 32
 
 Entry = Callable[..., Any]
@@ -66,18 +65,17 @@ def supported(function: Entry, **options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if takes(function, name)}
 
 
-def rows_per_launch(columns: int, scratch_bytes: float = SCRATCH_BYTES) -> int:
-    """Rows of scores [rows, columns] that one launch of the ranking may take.
+def rows_per_launch(columns: int, scratch: int | None = None) -> int:
+    """Rows of scores [rows, columns] that one launch of the ranking may take. scratch: bytes; None asks the settings.
 
     Its scratch is two int32 for each score, and its offsets are int32. Rounded down so that the next launch begins at a
-    multiple of 32 bytes; one such group at least. Raises ValueError unless scratch_bytes is positive and finite.
+    multiple of 32 bytes; one such group at least.
     """
-    if not (scratch_bytes > 0 and math.isfinite(scratch_bytes)):
-        raise ValueError(f"scratch_bytes={scratch_bytes} must be positive and finite")
     columns = max(columns, 1)
-    most = min(scratch_bytes / (8 * columns), 2**31 / (2 * columns))
+    scratch = scratch_bytes() if scratch is None else scratch
+    most = min(scratch // 8, 2**30) // columns
     group = _ALIGNED_BYTES // math.gcd(_ALIGNED_BYTES, 4 * columns)
-    return max(int(most) // group, 1) * group
+    return max(most // group, 1) * group
 
 
 def padded_slots(x: Tensor, multiple: int, value: float) -> Tensor:

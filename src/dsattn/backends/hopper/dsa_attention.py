@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsattn.backends.hopper import sparse_mla
+from dsattn.backends import scratch_bytes
 from dsattn.backends.hopper.sparse_mla import HEADS, attend, blocks_of_heads, requirements
 from dsattn.backends.triton.launch import launch
 
@@ -26,7 +26,7 @@ def dsa_attention_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse) of `sparse_mla_forward`, bit for bit, and shares [T, K] fp32, of `dsattn.ops.dsa.shares_reference`.
 
-    Summed in fp32 from probabilities rounded to bf16. Scratch: at most `sparse_mla.SCRATCH_BYTES`.
+    Summed in fp32 from probabilities rounded to bf16. Scratch: at most what settings allow.
     """
     (rows, heads, _), slots = q.shape, index.shape[1]
     blocks, tiles = blocks_of_heads(heads), triton.cdiv(slots, KEYS)
@@ -49,7 +49,7 @@ def dsa_attention_forward(
 def rows_of_run(rows: int, heads: int, slots: int) -> int:
     """Rows whose P fits into the scratch, at least one, in runs as even as their number allows."""
     a_row = blocks_of_heads(heads) * triton.cdiv(slots, KEYS) * HEADS * (2 * KEYS + 4)
-    most = max(1, sparse_mla.SCRATCH_BYTES // max(a_row, 1))
+    most = max(1, scratch_bytes() // max(a_row, 1))
     return triton.cdiv(rows, triton.cdiv(rows, most)) if rows else 1
 
 

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from dsattn.backends import Call, contribution_dtype, unmet
+from dsattn.backends import Call, contribution_dtype, scratch_bytes, unmet
 from dsattn.backends.triton.launch import launch
 from dsattn.backends.vendors import positive_scale
 from dsattn.errors import BackendUnavailable
@@ -23,8 +23,6 @@ HEADS = 64  # of one block of threads
 # From so many keys on dkv is so much larger than the L2 that writing contributions and summing them beats atomics: 5 %
 # slower at 32768 keys, 28 % faster at 65536, a third at 131072; and the same bits every time.
 CONTRIBUTIONS_FROM = 40960
-# Scratch of that route: rows are taken in runs whose contributions fit.
-SCRATCH_BYTES = 2**31
 
 # Whose Gluon these kernels compile with.
 TRITON = ("3.6", "3.7")
@@ -156,9 +154,12 @@ def by_atomics(keys: int, deterministic: bool) -> bool:
 
 
 def rows_of_run(rows: int, heads: int, width: int, slots: int, keys: int, itemsize: int) -> int:
-    """Rows whose contributions, with the words that place them, fit into SCRATCH_BYTES; at least one."""
+    """Rows whose contributions, with the words that place them, fit into the scratch; at least one.
+
+    An int32 names each contribution, however much scratch there is.
+    """
     a_row = slots * (itemsize * width * blocks_of_heads(heads) + 4) + -(-keys // 4)
-    return min(rows, max(1, SCRATCH_BYTES // a_row))
+    return min(rows, max(1, min(scratch_bytes() // a_row, (2**31 - 1) // slots)))
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsattn.backends import Call, contribution_dtype, unmet
+from dsattn.backends import Call, contribution_dtype, scratch_bytes, unmet
 from dsattn.backends.triton.chunks import meet
 from dsattn.backends.triton.indexer_kl_dense import ranges_backward, ranges_forward
 from dsattn.backends.triton.indexer_kl_rows import (
@@ -34,7 +34,7 @@ from dsattn.errors import BackendUnavailable
 from dsattn.keys import KeyRange
 from dsattn.selection import invert
 
-SCRATCH_BYTES = 2**30
+SCRATCH_BYTES = 2**30  # or less, as settings allow
 
 
 class Tiles(NamedTuple):
@@ -160,7 +160,7 @@ def _selected_forward(
     """Scores stand in dscore until they become it. made_from: what the target is made from, where none is given."""
     q, kv, lse, lines, scale, group = made_from
     rows, top_k = dscore.shape
-    blocks = row_blocks(rows, 4 * top_k, SCRATCH_BYTES)
+    blocks = row_blocks(rows, 4 * top_k, scratch_bytes(SCRATCH_BYTES))
     scratch = dscore.new_empty(blocks[0].stop, top_k)
     _fill_scores(*indexer, lines, relu, dscore)
     for block in blocks:
@@ -272,7 +272,7 @@ def _selected_backward(
         launch(_slot_gradient_kernel, (rows,), *before, dk, 0, ATOMIC=True, **geometry)
         return dk
     dtype = contribution_dtype(q_i.dtype)
-    blocks = row_blocks(rows, slots * width * dtype.itemsize, SCRATCH_BYTES)
+    blocks = row_blocks(rows, slots * width * dtype.itemsize, scratch_bytes(SCRATCH_BYTES))
     parts = q_i.new_empty(blocks[0].stop, slots, width, dtype=dtype)
     for block in blocks:
         launch(

@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsattn.backends import scratch_bytes
 from dsattn.backends.triton.indexer_kl_rows import Lines, fill_dscore, fill_loss, fill_target, hull, row_blocks
 from dsattn.backends.triton.launch import launch
 from dsattn.backends.triton.select_scores import score_rows
 
-SCRATCH_BYTES = 2**28
+SCRATCH_BYTES = 2**28  # or less, as settings allow
 _MOST_SHARES = 16
 _TILE_ROWS = 128  # blocks are cut at whole tiles of any kernel
 
@@ -99,7 +100,7 @@ def ranges_backward(
 def _buffers(rows: int, lines: Lines) -> list[tuple[slice, Tensor, Tensor]]:
     """Each block of rows with its scores and target [rows, line]: parts of two buffers that all blocks share."""
     line = triton.cdiv(lines.columns, 64) * 64
-    blocks = row_blocks(rows, 2 * 4 * line, SCRATCH_BYTES, _TILE_ROWS)
+    blocks = row_blocks(rows, 2 * 4 * line, scratch_bytes(SCRATCH_BYTES), _TILE_ROWS)
     scores, target = (torch.empty(blocks[0].stop, line, dtype=torch.float32, device=lines.end.device) for _ in range(2))
     return [(block, scores[: block.stop - block.start], target[: block.stop - block.start]) for block in blocks]
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsattn.backends import Call, contribution_dtype, unmet
+from dsattn.backends import Call, contribution_dtype, scratch_bytes, unmet
 from dsattn.backends.triton.chunks import (
     LN_2,
     LOG2_E,
@@ -30,7 +30,7 @@ from dsattn.backends.triton.launch import launch, needs_of
 from dsattn.backends.triton.sparse_mla import ATOMIC_KEYS
 from dsattn.selection import Inverse, invert
 
-# Scratch of the deterministic backward: rows are taken in runs whose contributions to dk and dv fit.
+# Most scratch of the deterministic backward: rows are taken in runs whose contributions to dk and dv fit.
 SCRATCH_BYTES = 2**30
 # Heads a program at most, fewer where they are wide. A larger group takes several programs a row.
 MOST_HEADS = 64
@@ -354,7 +354,7 @@ def sparse_gqa_backward(
             launch(_backward_kernel, (rows * groups * blocks,), *before, dk, dv, scale, 0, ATOMIC=True, **constants)
             return dq, dk.to(dtypes[0]), dv.to(dtypes[1])
         row_bytes = blocks * slots * groups * (width + value_dim) * dtype.itemsize
-        run = min(rows, max(1, SCRATCH_BYTES // row_bytes))
+        run = min(rows, max(1, scratch_bytes(SCRATCH_BYTES) // row_bytes))
         scratch = [q.new_empty(run, blocks, slots, groups * each, dtype=dtype) for each in (width, value_dim)]
         for first in range(0, rows, run):
             count = min(run, rows - first)

@@ -16,13 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsattn.backends import Call, contribution_dtype, unmet
+from dsattn.backends import Call, contribution_dtype, scratch_bytes, unmet
 from dsattn.backends.triton.chunks import LN_2, LOG2_E, cut, meet, shared_bytes
 from dsattn.backends.triton.launch import launch, needs_of
 from dsattn.selection import invert
 
-# What the backward keeps between its kernels: rows are taken in runs for which this is enough.
-SCRATCH_BYTES = 2**31
 # Up to this many keys dkv stays in the L2 cache, where adding to it beats writing contributions and summing them.
 ATOMIC_KEYS = 8192
 
@@ -444,7 +442,7 @@ def sparse_mla_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dq, dkv): probabilities come back from lse, dkv is summed in fp32.
 
-    Run of rows after run of rows, each within SCRATCH_BYTES. What a slot contributes to dkv is written, in the
+    Run of rows after run of rows, each within the scratch. What a slot contributes to dkv is written, in the
     operands' dtype or as `settings` ask, and summed by key in an order that the slots decide: the same bits every time.
     Up to ATOMIC_KEYS keys it is added by atomics instead, in any order, unless `deterministic`.
     """
@@ -464,7 +462,7 @@ def sparse_mla_backward(
     blocks = triton.cdiv(heads, key_tiles.heads)
     dtype = contribution_dtype(q.dtype)
     line_bytes = slots * (key_tiles.heads * q.element_size() + (0 if atomic else width * dtype.itemsize))
-    runs = triton.cdiv(rows, max(1, SCRATCH_BYTES // (blocks * line_bytes)))
+    runs = triton.cdiv(rows, max(1, scratch_bytes() // (blocks * line_bytes)))
     run = triton.cdiv(rows, runs)
     ds = q.new_empty(run, blocks, slots, key_tiles.heads)
     contributions = dkv if atomic else q.new_empty(run, blocks, slots, width, dtype=dtype)
