@@ -1,6 +1,9 @@
 """The table that `explain` prints is of the calls that a model makes."""
 
 import dataclasses
+import functools
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -23,7 +26,7 @@ from dsattn.errors import InputError
 from dsattn.keys import Layout
 from dsattn.model import Decoder
 from dsattn.nn.state import Pass
-from dsattn.plan import explain, model_calls, run_calls
+from dsattn.plan import explain, model_calls, prepare, run_calls
 from dsattn.training.recipes import RECIPES
 
 MLA = MLAConfig(heads=2, q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
@@ -249,3 +252,33 @@ def test_layers_other_than_dsa_show_what_they_call():
     calls = model_calls(sliding, Call(), {"sparse"})
     assert set(calls) == {"dense_gqa.forward", "dense_gqa.backward"}
     assert calls["dense_gqa.forward"].heads == GQA.heads
+
+
+def test_what_will_serve_is_prepared_and_nothing_else(monkeypatch):
+    """A row's package that has a `prepare`; for the calls of one rank, in the modes of the run's stages."""
+    prepared = []
+    for name in ("ready", "other"):
+        package = ModuleType(f"dsattn.backends.{name}")
+        package.prepare = functools.partial(prepared.append, name)
+        package.sparse_mla_forward = package.sparse_mla_backward = len
+        monkeypatch.setitem(sys.modules, package.__name__, package)
+    one_head = Row("ready", "ready", lambda call: [] if call.heads == 1 else ["one head"])
+    never = Row("other", "other", lambda _: [], by_name="a test")
+    monkeypatch.setitem(backends.TABLE, "sparse_mla.backward", (one_head, never, REFERENCE))
+    whole, rank = model(), model(dataclasses.replace(MLA, heads=1))
+    stages = (StageConfig(mode="dense", steps=1), StageConfig(mode="sparse", steps=1))
+    run = RunConfig(model=whole, train=TrainConfig(stages=stages, device="cpu"))
+    prepare(run, whole)
+    assert prepared == []
+    prepare(run, rank)
+    assert prepared == ["ready"]
+    prepare(run, model(backend="other"))
+    assert prepared == ["ready", "other"]
+    prepare(dataclasses.replace(run, train=dataclasses.replace(run.train, stages=stages[:1])), rank)
+    assert prepared == ["ready", "other"]
+
+
+def test_what_nobody_serves_is_left_to_the_call(monkeypatch):
+    monkeypatch.setitem(backends.TABLE, "sparse_mla.backward", (Row("none", "none", lambda _: ["a miracle"]),))
+    prepare(RunConfig(model=model(), train=TrainConfig(device="cpu")), model())
+    prepare(RunConfig(model=model(), train=TrainConfig(device="cpu")), model(backend="nobody"))

@@ -18,7 +18,7 @@ SOURCES = {path.relative_to(SRC).as_posix(): path.read_text(encoding="utf-8") fo
 # Which units of src/dsattn a unit may import. A new unit needs a row. "" is dsattn/__init__.py, the public names.
 CORE = {"errors", "keys", "selection", "config", "quantize"}
 MODEL = CORE | {"ops", "nn", "model"}
-TRAINING = MODEL | {"parallel", "accounting", "training"}
+TRAINING = MODEL | {"parallel", "accounting", "plan", "training"}
 ARROWS = {
     "errors": set(),
     "keys": {"errors"},

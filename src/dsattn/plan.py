@@ -1,5 +1,6 @@
 """Which backend would serve each operation of a configuration on this machine, and why the others do not."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import torch
 
 from dsattn.backends import TABLE, Call, choose, resolve_deterministic, size_class, standing
 from dsattn.backends import explain as explain_call
+from dsattn.backends import prepare as prepare_call
 from dsattn.config import DSAConfig, GQAConfig, IndexerConfig, LayerType, MLAConfig, ModelConfig, RunConfig
 from dsattn.errors import BackendUnavailable, InputError
 
@@ -44,11 +46,20 @@ def explain(subject: Subject) -> str:
     )
 
 
+def prepare(config: RunConfig, model: ModelConfig) -> None:
+    """Before a run's first step: what the vendors that will serve its operations do once, see `backends.prepare`.
+
+    model: with one rank's heads. What no backend serves raises when it is called, not here.
+    """
+    calls = model_calls(model, _run_base(config), _modes(config), _num_keys(config))
+    for operation, call in calls.items():
+        with contextlib.suppress(BackendUnavailable):
+            prepare_call(operation, call, _asked(operation, model.dsa.backend))
+
+
 def run_calls(config: RunConfig) -> dict[str, Call]:
     """Operation -> the Call that the run's layers make on its device, for the modes of its stages."""
-    return model_calls(
-        config.model, _run_base(config), {stage.mode for stage in config.train.stages}, _num_keys(config)
-    )
+    return model_calls(config.model, _run_base(config), _modes(config), _num_keys(config))
 
 
 def model_calls(config: ModelConfig, base: Call, modes: set[str], num_keys: int = _NUM_KEYS) -> dict[str, Call]:
@@ -106,6 +117,10 @@ def _experts_and_linear(config: ModelConfig, base: Call) -> dict[str, Call]:
 
 def _run_base(config: RunConfig) -> Call:
     return _base(config.model.dsa, config.train.device, config.train.dtype, _num_keys(config))
+
+
+def _modes(config: RunConfig) -> set[str]:
+    return {stage.mode for stage in config.train.stages}
 
 
 def _num_keys(config: RunConfig) -> int:
@@ -185,17 +200,22 @@ def _lines(backend: str, calls: dict[str, Call]) -> Iterator[str]:
     for operation, call in calls.items():
         problem, chosen = "", ""
         try:
-            # Gates, routers and linear attention do not take the dsa layers' backend, and a composed operation hands a
-            # name that is not its own to its parts.
-            own = operation.startswith(("output_gate", "select_topk", "kda"))
-            asked = "auto" if own else backend
-            handed = operation.startswith("dsa_attention") and asked != "auto"
-            if handed and all(row.name != asked for row in TABLE[operation]):
-                asked = "composed"
-            chosen = choose(operation, call, asked).name
+            chosen = choose(operation, call, _asked(operation, backend)).name
         except BackendUnavailable as error:
             problem = str(error).removeprefix(f"{operation}: ")
         for row in TABLE[operation]:
             yield f"  {operation:24s} {row.name:12s} {standing(row, call, row.name == chosen)}"
         if problem:
             yield f"  {operation:24s} {'none':12s} raises: {problem}"
+
+
+def _asked(operation: str, backend: str) -> str:
+    """The name that an operation is called with where the dsa layers ask for `backend`.
+
+    Gates, routers and linear attention do not take it, and a composed operation hands a name that is not its own to its
+    parts.
+    """
+    if backend == "auto" or operation.startswith(("output_gate", "select_topk", "kda")):
+        return "auto"
+    handed = operation.startswith("dsa_attention") and all(row.name != backend for row in TABLE[operation])
+    return "composed" if handed else backend

@@ -358,6 +358,19 @@ def test_sigterm_saves_and_exits_zero(tmp_path: Path, text: Path) -> None:
     assert checkpoint.verify(latest)["step"] == read_metrics(tmp_path / "run")[-1]["step"]
 
 
+def test_backends_are_prepared_before_there_is_a_model(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the heads of one rank."""
+    order: list[Any] = []
+    apply = loop.apply
+    monkeypatch.setattr(loop, "prepare", lambda config, model: order.append((config, model)))
+    monkeypatch.setattr(loop, "apply", lambda *given: order.append("model") or apply(*given))
+    config = _config(tmp_path / "run", text)
+    Trainer(config, console=False)
+    assert order == [(config, config.model), "model"]
+
+
 def test_the_share_of_the_peak_is_of_every_rank_s_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consensus, "size", lambda: 4)
     trainer: Any = SimpleNamespace(_peak_tflops=100.0)

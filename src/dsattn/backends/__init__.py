@@ -234,6 +234,17 @@ def _load(operation: str, row: Row) -> Callable[..., Any] | None:
     return getattr(module, operation.replace(".", "_"))
 
 
+def prepare(operation: str, call: Call, backend: str = "auto") -> None:
+    """Let who would serve `call` do what is best done once, before anything runs: `prepare` of a row's package.
+
+    Nothing else is imported. Raises BackendUnavailable where nobody serves, and what the vendor's import raises.
+    """
+    choice = choose(operation, call, backend)
+    if choice.function is not None:
+        package = importlib.import_module(f"dsattn.backends.{choice.name}")
+        getattr(package, "prepare", lambda: None)()
+
+
 def explain(call: Call) -> str:
     """The whole table for `call`: who serves each operation, and what every other row lacks."""
     lines = []

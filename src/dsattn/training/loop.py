@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from dsattn.accounting import model_work
+from dsattn.accounting.place import local_model
 from dsattn.config import RunConfig, StageConfig
 from dsattn.errors import InputError, TrainingStopped
 from dsattn.parallel.apply import apply
 from dsattn.parallel.mesh import build_mesh
+from dsattn.plan import prepare
 from dsattn.training import checkpoint, consensus, plots, state
 from dsattn.training.data import Pack, PackStream
 from dsattn.training.evaluation import evaluate
@@ -68,6 +70,7 @@ class Trainer:
         self.run_dir = Path(config.train.run_dir)
         self.device = pick_device(config.train.device, "train.device")
         self.mesh = build_mesh(config.parallel, self.device)
+        prepare(config, local_model(config.model, config.parallel))
         self.leads = consensus.rank() == 0
         on_gpu = self.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(self.device) if on_gpu else "cpu"

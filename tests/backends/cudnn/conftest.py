@@ -10,7 +10,7 @@ numbers where the kernels write nothing.
 import gc
 import sys
 from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,8 +19,23 @@ from dsattn.backends import vendors
 from dsattn.backends.cudnn import frontend
 
 
+class Namespace:
+    """`cudnn.DSA`: a function is imported when it is first asked for. seen: the names, in that order."""
+
+    def __init__(self, functions):
+        self.functions, self.seen = functions, []
+
+    def __getattr__(self, name):
+        self.seen.append(name.removesuffix("_wrapper"))
+        if name not in self.functions:
+            raise AttributeError(f"module 'cudnn.DSA' has no attribute {name!r}")
+        if isinstance(self.functions[name], Exception):
+            raise self.functions[name]
+        return self.functions[name]
+
+
 class Frontend:
-    """One generation. calls: what its functions were asked for, by name."""
+    """One generation. calls: what its functions were asked for, by name. namespace: `cudnn.DSA`."""
 
     def __init__(self, generation, major=9):
         self.version, self.major = tuple(map(int, generation.split(".")))[:2], major
@@ -28,6 +43,7 @@ class Frontend:
         names = ("indexer_forward", "indexer_top_k", "indexer_backward", "sparse_attention_backward")
         for name in (*names, "sparse_attn_score_recompute", "sparse_indexer_score_recompute"):
             setattr(self, f"{name}_wrapper", getattr(self, f"_{name}")())
+        self.namespace = Namespace({name: value for name, value in vars(self).items() if "wrapper" in name})
 
     def _seen(self, name, **options):
         self.calls.append((name, options))
@@ -240,15 +256,15 @@ def install(monkeypatch):
         found = Frontend(generation, major)
         module = ModuleType("cudnn")
         module.__spec__ = ModuleSpec("cudnn", None)
-        module.DSA = SimpleNamespace(**{name: value for name, value in vars(found).items() if "wrapper" in name})
+        module.DSA = found.namespace
         monkeypatch.setitem(sys.modules, "cudnn", module)
         monkeypatch.setattr(vendors.importlib.metadata, "version", lambda name: generation)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
         monkeypatch.setattr(gc, "collect", lambda: 0)
-        for cached in (frontend.entry, frontend.takes, vendors.version_of):
+        for cached in (frontend.entries, frontend.takes, vendors.version_of):
             cached.cache_clear()
         return found
 
     yield place
-    for cached in (frontend.entry, frontend.takes, vendors.version_of):
+    for cached in (frontend.entries, frontend.takes, vendors.version_of):
         cached.cache_clear()

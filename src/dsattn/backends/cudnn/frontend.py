@@ -10,6 +10,7 @@ What a version has is read from its signatures, so that a build with a feature a
 is. A frontend that is causal from the top left and takes no offsets is refused.
 """
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -31,6 +32,16 @@ _ALIGNED_BYTES = 32
 
 Entry = Callable[..., Any]
 
+# What these adapters and the benchmarks call.
+ENTRIES = (
+    "indexer_forward",
+    "indexer_top_k",
+    "indexer_backward",
+    "sparse_attention_backward",
+    "sparse_attn_score_recompute",
+    "sparse_indexer_score_recompute",
+)
+
 
 def needs_of(call: Call, version: tuple[int, ...]) -> dict[str, bool]:
     """What every operation needs: need in words -> whether it is met. The package is not imported."""
@@ -42,16 +53,25 @@ def needs_of(call: Call, version: tuple[int, ...]) -> dict[str, bool]:
 
 
 @functools.cache
-def entry(name: str) -> Entry:
-    """`cudnn.DSA`'s function `name_wrapper`.
+def entries() -> dict[str, Entry]:
+    """Those of ENTRIES that this generation has, all resolved at the first call.
 
     The namespace imports a function's module when it is first asked for, and the import leaves cycles that keep the
-    frames of its callers alive, tensors and all: they are collected once, here, and never while a graph is captured.
+    frames of its callers alive, tensors and all: they are collected once, behind the last, and never while a graph is
+    captured. Raises ImportError without the package.
     """
-    found = getattr(importlib.import_module("cudnn").DSA, f"{name}_wrapper")
+    namespace, found = importlib.import_module("cudnn").DSA, {}
+    for name in ENTRIES:
+        with contextlib.suppress(Exception):  # whatever an import may raise: `entry` does, for those who need it
+            found[name] = getattr(namespace, f"{name}_wrapper")
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         gc.collect()
     return found
+
+
+def entry(name: str) -> Entry:
+    """`cudnn.DSA`'s function `name_wrapper`. Raises what the package raises where its generation has none."""
+    return entries().get(name) or getattr(importlib.import_module("cudnn").DSA, f"{name}_wrapper")
 
 
 @functools.cache
