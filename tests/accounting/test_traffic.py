@@ -10,13 +10,16 @@ TINY = RECIPES["tiny"]()
 MOE = MoEConfig(experts=8, experts_per_token=2, intermediate_size=128, first_dense_layers=1)
 
 
-def traffic(layer: int = 1, mode: str = "sparse", recompute: str = "none", **parallel: int) -> dict[str, tuple]:
+def traffic(
+    layer: int = 1, mode: str = "sparse", recompute: str = "none", share_every: int = 1, **parallel: int
+) -> dict[str, tuple]:
     """Name -> (group, forward, backward) of a layer of TINY with experts, over 1024 tokens in bfloat16."""
     config = ParallelConfig(**parallel)
     train = dataclasses.replace(
         TINY.train, dtype="bfloat16", recompute=recompute, packs_per_step=config.batch_ranks * config.pp
     )
-    model = dataclasses.replace(TINY.model, moe=MOE)
+    dsa = dataclasses.replace(TINY.model.dsa, share_every=share_every)
+    model = dataclasses.replace(TINY.model, moe=MOE, dsa=dsa)
     run = RunConfig(model=model, train=train, data=DataConfig(pack_tokens=1024), parallel=config)
     here = accounting.place(run)
     kept = accounting.layers_kept(here, run, mode)[layer]
@@ -38,6 +41,9 @@ def test_context_parallel_gathers_keys():
     assert traffic(cp=4, mode="warmup")["latents or keys"] == ("cp", 2 * 64 * rows, 0)
     again = traffic(cp=4, recompute="full")
     assert again["latents or keys"] == ("cp", 2 * 64 * rows, 2 * 2 * 64 * rows), "a replay gathers again"
+    fixed = {"mode": "warmup", "recompute": "full", "cp": 4, "share_every": 2}
+    assert traffic(layer=0, **fixed)["latents or keys"] == ("cp", 2 * 64 * rows, 2 * 64 * rows)
+    assert traffic(layer=1, **fixed)["latents or keys"] == ("cp", 2 * 64 * rows, 0), "teaches nothing, runs once"
 
 
 def test_tensor_parallel_gathers_rows_or_sums_them():
@@ -70,8 +76,11 @@ def test_weights_are_gathered_twice_and_gradients_scattered_in_fp32():
     assert found["weights"] == ("fsdp", 2 * dense * 3 // 4, (2 + 4) * dense * 3 // 4)
     assert found["weights of experts"] == ("efsdp", 2 * held.experts // 2, (2 + 4) * held.experts // 2)
     warm = traffic(dp_shard=4, ep=2, mode="warmup")
-    assert warm["weights"] == ("fsdp", 2 * dense * 3 // 4, (2 * dense + 4 * held.indexer) * 3 // 4)
-    assert warm["weights of experts"] == ("efsdp", held.experts, 0), "what does not learn is gathered once"
+    assert warm["weights"] == ("fsdp", 2 * dense * 3 // 4, 4 * held.indexer * 3 // 4), "that backward reads none"
+    assert warm["weights of experts"] == ("efsdp", held.experts, 0)
+    again = traffic(dp_shard=4, ep=2, mode="warmup", recompute="full")
+    assert again["weights"] == ("fsdp", 2 * dense * 3 // 4, (2 * dense + 4 * held.indexer) * 3 // 4)
+    assert again["weights of experts"] == ("efsdp", held.experts, 0), "experts stand behind the indexer's loss"
 
 
 def test_a_boundary_of_the_pipeline_carries_the_stream():

@@ -1,7 +1,7 @@
 """One rank; what sharding does to losses and gradients is in test_agreement.py."""
 
-from collections import Counter
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,21 +10,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsattn import accounting
 from dsattn.config import (
+    DataConfig,
     DSAConfig,
+    GQAConfig,
     IndexerConfig,
     MLAConfig,
     Mode,
     ModelConfig,
+    MoEConfig,
+    MTPConfig,
     ParallelConfig,
+    Recompute,
+    RunConfig,
     StageConfig,
     TrainConfig,
 )
 from dsattn.keys import Layout
 from dsattn.model.decoder import Decoder
+from dsattn.nn.state import Pass
 from dsattn.parallel import fsdp
 from dsattn.parallel.apply import apply
 from dsattn.parallel.mesh import ParallelMesh, build_mesh
@@ -39,7 +48,7 @@ def test_one_rank_shards_nothing() -> None:
     fsdp.shard(model, ParallelMesh(), TrainConfig())
     assert not any(isinstance(module, FSDPModule) for module in model.modules())
     fsdp.last_micro_batch(model, True)
-    fsdp.follow_mode(model, all_teach=False)
+    fsdp.follow_mode(model)
     fsdp.reshard(model)
 
 
@@ -87,34 +96,147 @@ def two_shards() -> Iterator[ParallelMesh]:
 
 
 class Sent(TorchDispatchMode):
-    """Collectives by name, and the elements that reduce-scatters leave on this rank."""
+    """Elements of each gather and reduce-scatter, of all ranks; most of `layers` that a later gather found whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Iterable[nn.Module] = ()) -> None:
         super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.reduced = 0
+        self.layers = list(layers)
+        self.forward: list[int] = []
+        self.backward: list[int] = []
+        self.reduced: list[int] = []
+        self.most_whole = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("c10d::")
-        self.calls[name] += 1
-        self.reduced += args[0].numel() if name == "_reduce_scatter_base_" else 0
+        if name == "_allgather_base_" and torch._C._current_graph_task_id() == -1:
+            self.forward.append(args[0].numel())
+        elif name == "_allgather_base_":
+            self.backward.append(args[0].numel())
+            whole = [one for one in self.layers if not isinstance(next(one.parameters()), DTensor)]
+            self.most_whole = max(self.most_whole, len(whole))
+        elif name == "_reduce_scatter_base_":
+            self.reduced.append(args[1].numel())
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("mode", "gathered"), [("dense", 4 + 1 + 4), ("warmup", 4 + 1 + 2), ("sparse", 4 + 1 + 4)])
-def test_what_does_not_learn_is_not_reduced_and_rarely_gathered_again(
-    two_shards: ParallelMesh, mode: Mode, gathered: int
-) -> None:
-    """Forward: four layers and the root. Backward: all layers, or in a warm-up the two that have an indexer."""
+def sizes(model: Decoder, *, learning: bool = False) -> list[int]:
+    """Elements of the root unit and of each layer's, of all of them or of what learns; dimension 0 is padded."""
+    units = [[*layer.parameters()] for layer in model.model.layers]
+    inside = {parameter for unit in units for parameter in unit}
+    units.insert(0, [one for one in model.parameters() if one not in inside])
+    return [sum(-(-len(x) // 2) * 2 * x[0].numel() for x in unit if x.requires_grad or not learning) for unit in units]
+
+
+def step(
+    mesh: ParallelMesh, model: ModelConfig, mode: Mode, recompute: Recompute = "none", fixed: int | None = None
+) -> tuple[Decoder, Sent]:
+    """One step of one micro-batch. fixed: a layer in which nothing learns, whatever the mode."""
     torch.manual_seed(0)
-    whole = apply(MODEL, two_shards, TrainConfig())
+    train = TrainConfig(recompute=recompute)
+    whole = apply(model, mesh, train)
+    assert isinstance(whole.model, Decoder)
     set_mode(whole.model, mode)
+    if fixed is not None:
+        whole.model.model.layers[fixed].requires_grad_(False)
+        fsdp.follow_mode(whole.model)
     packs = [Pack(torch.arange(16), torch.arange(16), Layout.packed([9, 7]), 16)] * 2
-    with Sent() as sent:
-        accumulate_gradients(whole, packs, StageConfig(mode=mode), TrainConfig())
-    assert sent.calls["_allgather_base_"] == gathered
-    learning = [one for one in whole.model.parameters() if one.requires_grad]
-    assert sent.reduced == sum(-(-len(one) // 2) * one[0].numel() for one in learning), "dimension 0 is padded"
-    optimizer = make_optimizer(whole.model, TrainConfig(), StageConfig(mode=mode))
+    with Sent(whole.model.model.layers) as sent:
+        accumulate_gradients(whole, packs, StageConfig(mode=mode), train)
+    return whole.model, sent
+
+
+@pytest.mark.parametrize("mode", ["dense", "warmup", "sparse"])
+def test_what_does_not_learn_is_neither_reduced_nor_gathered_again(two_shards: ParallelMesh, mode: Mode) -> None:
+    """Four layers, two of them with an indexer, and the root, which stays whole."""
+    model, sent = step(two_shards, MODEL, mode)
+    root, *layers = sizes(model)
+    assert sent.forward == [root, *layers]
+    assert sent.backward == ([] if mode == "warmup" else layers[::-1])
+    assert sum(sent.reduced) == sum(sizes(model, learning=True))
+    assert len(sent.reduced) == {"dense": 4 + 1, "warmup": 2, "sparse": 4 + 1}[mode]
+    optimizer = make_optimizer(model, TrainConfig(), StageConfig(mode=mode))
     held = [one for group in optimizer.param_groups for one in group["params"]]
-    assert {id(one) for one in held} == {id(one) for one in learning}
+    assert {id(one) for one in held} == {id(one) for one in model.parameters() if one.requires_grad}
+
+
+TEACHERS = dataclasses.replace(MODEL, dsa=dataclasses.replace(MODEL.dsa, multi_layer_teacher=True))
+
+
+@pytest.mark.parametrize("policy", ["selective", "full"])
+@pytest.mark.parametrize("config", [MODEL, TEACHERS], ids=["two teach", "all teach"])
+def test_layers_that_run_again_in_a_warm_up_are_whole_one_at_a_time(
+    two_shards: ParallelMesh, config: ModelConfig, policy: Recompute
+) -> None:
+    model, sent = step(two_shards, config, "warmup", policy)
+    teaching = sizes(model)[1 :: 1 if config is TEACHERS else 2]
+    assert sent.backward == teaching[::-1]
+    assert sent.most_whole == 0, "none is left whole when the next one is gathered"
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+def test_a_fixed_layer_is_whole_until_its_backward_has_ended(two_shards: ParallelMesh, policy: Recompute) -> None:
+    """Gradients go through it."""
+    model, sent = step(two_shards, MODEL, "sparse", policy, fixed=1)
+    assert sent.backward == sizes(model)[:0:-1]
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("mode", ["dense", "warmup", "sparse"])
+def test_accounting_counts_these_bytes(two_shards: ParallelMesh, mode: Mode, policy: Recompute) -> None:
+    """Of two ranks each receives half of what is gathered or reduced."""
+    _, sent = step(two_shards, TEACHERS, mode, policy)
+    train = TrainConfig(recompute=policy, packs_per_step=2, packs_per_micro_batch=1)
+    run = RunConfig(model=TEACHERS, parallel=two_shards.config, train=train, data=DataConfig(pack_tokens=16))
+    here = accounting.place(run)
+    found = [
+        one
+        for number, kept in enumerate(accounting.layers_kept(here, run, mode))
+        for one in accounting.layer_traffic(here, number, kept, run, mode)
+    ]
+    assert {one.what for one in found} == {"weights"}
+    root = 0 if mode == "warmup" else sent.reduced[-1]
+    assert sum(one.forward for one in found) == 4 * sum(sent.forward[1:]) // 2
+    assert sum(one.backward for one in found) == 4 * (sum(sent.backward) + sum(sent.reduced) - root) // 2
+
+
+WARM = {
+    "shared": TEACHERS,
+    "key norm in fp32": dataclasses.replace(
+        MODEL, dsa=DSAConfig(indexer=dataclasses.replace(MODEL.dsa.indexer, k_norm_fp32=True, hadamard=True))
+    ),
+    "gqa": dataclasses.replace(
+        MODEL,
+        attention=GQAConfig(heads=4, kv_heads=2, head_dim=4, rope_dim=4, qk_norm=True, sink=True),
+        dsa=DSAConfig(indexer=dataclasses.replace(MODEL.dsa.indexer, query_from="hidden")),
+    ),
+    "experts and mtp": dataclasses.replace(
+        MODEL,
+        moe=MoEConfig(experts=4, experts_per_token=2, intermediate_size=8, first_dense_layers=1),
+        mtp=MTPConfig(depths=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", WARM)
+def test_the_backward_of_a_warm_up_reads_no_weight(name: str, dtype: torch.dtype) -> None:
+    """FSDP2 has freed them. In bfloat16 as it gathers them."""
+    torch.manual_seed(0)
+    model, layout = Decoder(WARM[name]).to(dtype).train(), Layout.packed([9, 7])
+
+    def saved(mode: Mode) -> set[int]:
+        """Storages of weights among what the forward keeps."""
+        set_mode(model, mode)
+        kept: list[Tensor] = []
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x),
+            torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16),
+        ):
+            out = model(torch.arange(16), layout, Pass(mode=mode))
+        assert out.kl_sum is not None
+        assert out.kl_sum.requires_grad
+        weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+        return weights & {one.untyped_storage().data_ptr() for one in kept}
+
+    assert saved("sparse"), "negative control: a backbone that learns reads them"
+    assert not saved("warmup")

@@ -9,7 +9,8 @@ A replay never selects again and repeats no loss: both keep the selection, and w
 found. What one layer hands to others stays, too: latents to later depths, an indexer's q, k and w to all who teach it.
 Under autocast to bf16 the decoder's residual stream and what norms read are fp32, and every linear layer keeps its own
 bf16 copy of an fp32 input. The stream of a depth of multi-token prediction begins with a product, so it is bf16.
-One tensor counts once, whoever keeps it. Left out: what belongs to the layout, and scalars.
+One tensor counts once, whoever keeps it. Left out: what belongs to the layout, scalars, and the copies of its key
+norm's weights that an indexer keeps, two numbers a lane.
 """
 
 from collections.abc import Sequence

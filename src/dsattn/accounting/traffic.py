@@ -30,9 +30,9 @@ def layer_traffic(here: Place, number: int, kept: Kept, run: RunConfig, mode: Mo
     """Of the layer that is entry `number` of `here.runs`, whose memory is `kept`; groups of one rank are left out."""
     found = [*_keys(here, kept, mode), *_heads(here, kept), *_experts(here, kept)]
     if run.train.recompute != "none":
-        found = [one._replace(backward=one.backward + one.forward) for one in found if kept.runs_again]
+        found = [one._replace(backward=one.backward + one.forward * kept.runs_again) for one in found]
     if number < len(here.layers):
-        found += _weights(here, here.weights(here.layers[number]), run, mode)
+        found += _weights(here, here.weights(here.layers[number]), kept, run)
     return [one for one in found if one.total]
 
 
@@ -105,9 +105,13 @@ def _experts(here: Place, kept: Kept) -> list[Collective]:
     return [Collective("rows to experts and back", "ep", "all-to-all", moved, moved if kept.backbone_learns else 0)]
 
 
-def _weights(here: Place, weights: Weights, run: RunConfig, mode: Mode) -> list[Collective]:
-    """FSDP2: gathered for the forward and again for the backward, gradients scattered in fp32 of what learns."""
-    parallel, learns = here.parallel, learning(weights, mode)
+def _weights(here: Place, weights: Weights, kept: Kept, run: RunConfig) -> list[Collective]:
+    """FSDP2: gathered for the forward and again for the backward, gradients scattered in fp32 of what learns.
+
+    A fixed backbone is gathered again only to run again, and then up to the indexer's loss: without experts.
+    """
+    parallel, learns = here.parallel, learning(weights, kept.mode)
+    replayed = kept.runs_again and run.train.recompute != "none"
     size = 2 if run.train.dtype == "bfloat16" else FP32
     dense = parallel.dp_shard * parallel.cp
     parts = [("fsdp", weights.split + weights.whole, learns.split + learns.whole, dense)]
@@ -121,7 +125,7 @@ def _weights(here: Place, weights: Weights, run: RunConfig, mode: Mode) -> list[
             group,
             "all-gather, reduce-scatter",
             _received(size * held, ranks),
-            _received(size * held * (taught > 0) + FP32 * taught, ranks),
+            _received(size * held * (kept.backbone_learns or (replayed and group == "fsdp")) + FP32 * taught, ranks),
         )
         for group, held, taught, ranks in parts
     ]

@@ -35,7 +35,8 @@ class LayerNorm(nn.LayerNorm):
         wide = torch.promote_types(input.dtype, self.weight.dtype)
         if self.fp32:
             wide = torch.promote_types(wide, torch.float32)
-        weight, bias = self.weight.to(wide), self.bias.to(wide)
+        # Copies, for the backward: FSDP2 may free the weights, and in a warm-up gathers none again.
+        weight, bias = self.weight.to(wide, copy=True), self.bias.to(wide, copy=True)
         return F.layer_norm(input.to(wide), self.normalized_shape, weight, bias, self.eps).to(input.dtype)
 
 

@@ -5,10 +5,14 @@
     backward   all-gather, then reduce-scatter of its gradients over fsdp in fp32, all-reduce over dp_replicate
 
 Gradients are summed, never averaged: losses are divided by counts of the whole global batch. What does not learn is
-never reduced. In `warmup` only layers with an indexer are gathered for the backward, but those as a whole; with
-`multi_layer_teacher` all layers are, for each has a loss that may be computed again.
+never reduced.
+
+In `warmup` nothing is gathered for the backward. It reads no weight: an indexer's projections have inputs without
+gradients, and its key norm keeps a copy. So an indexer is no unit of its own, which would cost every mode a collective
+a layer. A layer that runs again (`train.recompute`) is gathered for that alone, and freed behind it.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,11 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from dsattn.config import TrainConfig
 from dsattn.model.layer import DecoderLayer
 from dsattn.model.moe import Experts, MoE
+from dsattn.nn import LightningIndexer
 from dsattn.parallel.mesh import ParallelMesh
 
 
@@ -65,16 +70,30 @@ def last_micro_batch(model: nn.Module, last: bool) -> None:
         unit.set_requires_all_reduce(last, recurse=False)
 
 
-def follow_mode(model: nn.Module, *, all_teach: bool) -> None:
-    """Behind a change of `requires_grad`: gather for the backward, or ahead of it, only what has a part in it.
+def follow_mode(model: nn.Module) -> None:
+    """Behind a change of `requires_grad`: gather units for the backward, or ahead of it, where it reads weights.
 
-    Torch would fetch the unit before, whose backward may never come, and keep it whole until all of it has ended.
-    all_teach: layers in which nothing learns have losses all the same.
+    That is, unless indexers alone learn: torch would keep what it gathers then until the whole backward has ended.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            learns = any(one.requires_grad for one in module.parameters())
-            module.set_unshard_in_backward(all_teach or learns)
+    reads = _backbone_learns(model)
+    for unit in _units(model):
+        unit.set_unshard_in_backward(reads)
+
+
+@contextlib.contextmanager
+def whole(layer: object) -> Iterator[None]:
+    """Inside, a layer that runs again has its weights, also where `follow_mode` has none gathered for the backward."""
+    given = isinstance(layer, DecoderLayer) and not isinstance(layer.input_layernorm.weight, DTensor)
+    if given or not isinstance(layer, FSDPModule):
+        yield
+        return
+    layer.set_unshard_in_backward(True)
+    layer.unshard()
+    layer.set_unshard_in_backward(False)
+    try:
+        yield
+    finally:
+        layer.reshard()
 
 
 def reshard(model: nn.Module) -> None:
@@ -87,6 +106,12 @@ def _data_mesh(mesh: ParallelMesh, shards: str) -> DeviceMesh | None:
     if mesh.size("dp_replicate") > 1:
         return mesh.device_mesh("dp_replicate", shards)
     return mesh.device_mesh(shards) if mesh.size(shards) > 1 else None
+
+
+def _backbone_learns(model: nn.Module) -> bool:
+    indexers = (module for module in model.modules() if isinstance(module, LightningIndexer))
+    inside = {parameter for indexer in indexers for parameter in indexer.parameters()}
+    return any(one.requires_grad and one not in inside for one in model.parameters())
 
 
 def _units(model: nn.Module) -> list[FSDPModule]:

@@ -50,7 +50,7 @@ class Checkpoints:
             raise InputError(f"policy={self.policy!r} must be one of {', '.join(PARTS)}")
 
     def __call__(self, part: Part, function: Callable[..., R], run: Pass, *operands: Any) -> R:
-        """`function(run, *operands)`, which a backward calls again where the policy names this part.
+        """`function(run, *operands)`, a layer's method, which a backward calls again where the policy names this part.
 
         Tensors in operands, the layout's too, are inputs of the checkpoint: gradients flow into them, and changing one
         before the backward is an error.
@@ -61,7 +61,12 @@ class Checkpoints:
         inside = dataclasses.replace(run, recompute=None, kept=stash)
 
         def again(*_: Tensor) -> R:
-            return function(dataclasses.replace(inside, probe=None) if stash.replaying else inside, *operands)
+            if not stash.replaying:
+                return function(inside, *operands)
+            from dsattn.parallel.fsdp import whole  # torch's FSDP2 takes a second to import
+
+            with whole(getattr(function, "__self__", None)):
+                return function(dataclasses.replace(inside, probe=None), *operands)
 
         return checkpointed(stash, again, *tensors((run, operands)))
 

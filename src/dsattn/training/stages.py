@@ -45,7 +45,7 @@ def set_mode(model: Model, mode: Mode) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(indexer if id(parameter) in index_parameters else backbone)
         parameter.grad = None
-    follow_mode(model, all_teach=model.config.dsa.multi_layer_teacher)
+    follow_mode(model)
 
 
 def audit(whole: Parallel, mode: Mode) -> list[str]:
