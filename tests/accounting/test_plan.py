@@ -134,6 +134,7 @@ MESHES = {
     "ep": ("experts", "dense", "none", "float32", {"cp": 2, "ep": 2}),
     "cp": ("mla", "sparse", "none", "bfloat16", {"cp": 2}),
     "cp, again": ("mla", "sparse", "full", "float32", {"cp": 2}),
+    "cp, warm-up, again": ("mla", "warmup", "full", "bfloat16", {"cp": 2}),
 }
 
 

@@ -117,12 +117,16 @@ def _expert_shards(here: Place) -> int:
 
 
 def _gathered(here: Place, layers: list[Weights], run: RunConfig, mode: Mode) -> int:
-    """A layer and the one fetched ahead, a layer's gradients as they are reduced in fp32; the root unit and its own."""
+    """A layer and the one fetched ahead, a layer's gradients as they are reduced in fp32; the root unit and its own.
+
+    In a warm-up the gradients of all layers wait for the end of the backward, which goes on into no layer before.
+    """
     size = 2 if run.train.dtype == "bfloat16" else FP32
-    largest = max((one.split + one.whole + one.experts for one in layers), default=0)
-    taught = max((learning(one, mode) for one in layers), key=_count, default=Weights())
+    largest = max(map(_count, layers), default=0)
+    taught = [_count(learning(one, mode)) for one in layers] or [0]
+    waiting = sum(taught) if mode == "warmup" else max(taught)
     root = here.around().whole * (1 if mode == "warmup" else 2)
-    return size * (2 * largest + root) + (size + FP32) * _count(taught)
+    return size * (2 * largest + root + waiting) + FP32 * max(taught)
 
 
 def _count(weights: Weights) -> int:
