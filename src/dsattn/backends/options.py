@@ -16,7 +16,8 @@ class Settings:
     first_use_checks: every kernel is compared with the reference, on a small case, before it first runs.
     fp32_contributions: where a backward writes what each slot contributes to a key's gradient and sums it by key, these
         are fp32 instead of the operands' dtype: each contribution's rounding is gone, its bytes, written and read, are
-        twice as many, and half as many rows fit into the scratch.
+        twice as many, and half as many rows fit into the scratch. Sparse MLA's backward then takes 1.6 times as long on
+        an H200.
     scratch_bytes: what a kernel's scratch takes at most, a row at least: rows are taken in runs that fit. References
         and scores (`block_bytes`) have budgets of their own. Where gradients of keys are summed by key, each run adds
         its sum in fp32 to that of the runs before: bits repeat with the same number, and may differ with another.

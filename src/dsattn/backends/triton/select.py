@@ -36,9 +36,10 @@ _BEYOND = tl.constexpr(0x7F800001)  # one above +inf
 
 _E4M3, _MXFP8 = torch.float8_e4m3fn, torch.bfloat16  # what holds low precision: exactly, so any wider would do
 _SAMPLE = 4096
-_WARPS = 16
+_WARPS = 8
 _BLOCK = 4 * 32 * _WARPS  # four scores a thread
-_REGISTERS = {} if torch.version.hip else {"maxnreg": 64}  # two programs a processor; AMD's compiler has no such option
+# Four programs a processor; AMD's compiler has no such option.
+_REGISTERS = {} if torch.version.hip else {"maxnreg": 64}
 _SCORE_BYTES = 4
 _CANDIDATE_BYTES = 8  # a score and its key
 
@@ -137,7 +138,7 @@ def _padded(keys: int) -> int:
 
 
 def _capacity(top_k: int) -> int:
-    return max(4 * triton.next_power_of_2(top_k), _SAMPLE)
+    return max(2 * triton.next_power_of_2(top_k), _SAMPLE)
 
 
 def _needs_candidates(keys: int, top_k: int) -> bool:
@@ -145,8 +146,8 @@ def _needs_candidates(keys: int, top_k: int) -> bool:
 
 
 def _programs(device: torch.device) -> int:
-    """Rows ranked at once: as many programs as the processors hold."""
-    return 4 * processors(device)
+    """Rows ranked at once: twice as many programs as the processors hold, so that none waits for the slowest."""
+    return 8 * processors(device)
 
 
 def _rank(
