@@ -1,6 +1,8 @@
 """Gradients of a global batch do not depend on how it is cut into micro-batches, nor on padding."""
 
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from dsattn.config import (
 from dsattn.keys import Layout
 from dsattn.model.decoder import Decoder
 from dsattn.parallel import recompute
+from dsattn.selection import Selection
 from dsattn.training.data import IGNORED_LABEL, Pack, fold
 from dsattn.training.stages import set_mode
 from dsattn.training.step import Losses, accumulate_gradients
@@ -101,6 +104,33 @@ def test_recompute_changes_no_bit(mode: str, policy: str, monkeypatch: pytest.Mo
     assert got.keys() == expected.keys()
     assert all(torch.equal(gradient, expected[name]) for name, gradient in got.items())
     assert [one.policy for one in passes] == [policy] * 4
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+def test_nothing_of_a_micro_batch_is_held_while_the_next_runs(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its selections stand for all of it: by references alone, without the garbage collector."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    held: list[int] = []
+    forward, construct = Decoder.forward, Selection.__post_init__
+
+    def noting(self: Selection) -> None:
+        construct(self)
+        made.append(weakref.ref(self.index))
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        held.append(sum(one() is not None for one in made))
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(Selection, "__post_init__", noting)
+    monkeypatch.setattr(Decoder, "forward", counting)
+    gc.collect()
+    gc.disable()
+    try:
+        _gradients("sparse", 4, recompute=policy)
+    finally:
+        gc.enable()
+    assert len(made) >= 4
+    assert held == [0, 0]
 
 
 def test_a_divisor_of_each_micro_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,8 +115,8 @@ def _forward(whole: Parallel, micros: Sequence[MicroBatch], run: Pass, train: Tr
             assert share.lm is not None, "the last stage gives it to all"
             return total + share.lm
         for micro in micros:
-            out = _whole(model)(micro.tokens, micro.layout, run)
-            total += _whole(model).lm_loss(out.hidden, micro.labels, 1)
+            hidden = _whole(model)(micro.tokens, micro.layout, run).hidden
+            total += _whole(model).lm_loss(hidden, micro.labels, 1)
     return total
 
 

@@ -4,7 +4,7 @@ Losses are sums divided by counts of the whole global batch (real labels for the
 indexers), so neither the split into micro-batches, nor that over ranks, nor padding changes a gradient.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -106,19 +106,25 @@ def _alone(model: Decoder) -> Parallel:
 
 def _micro_batches(
     whole: Parallel, micros: Sequence[MicroBatch], stage: StageConfig, train: TrainConfig, divisors: tuple[int, int]
-) -> Iterable[Share]:
+) -> Iterator[Share]:
     """Forward and backward of one after the other."""
+    for number, micro in enumerate(micros, 1):
+        last_micro_batch(whole.model, number == len(micros))
+        yield _micro_batch(whole, to_device(micro, whole.mesh.device), stage, train, divisors)
+
+
+def _micro_batch(
+    whole: Parallel, micro: MicroBatch, stage: StageConfig, train: TrainConfig, divisors: tuple[int, int]
+) -> Share:
+    """A function of its own, so that nothing of it is held while the next one runs."""
     model, (labels, rows) = whole.model, divisors
     assert isinstance(model, Decoder), "stages go through their pipeline"
-    for number, on_host in enumerate(micros, 1):
-        last_micro_batch(model, number == len(micros))
-        micro = to_device(on_host, whole.mesh.device)
-        with compute(train, micro.tokens.device):
-            run = learning_pass(stage, train, rows, micro.ranks)
-            out = model(micro.tokens, micro.layout, run, tokens_ahead=micro.tokens_ahead)
-            losses, share = losses_of(model, out, micro, stage, labels, head=True)
-        torch.stack(losses).sum().backward()
-        yield share
+    with compute(train, micro.tokens.device):
+        run = learning_pass(stage, train, rows, micro.ranks)
+        out = model(micro.tokens, micro.layout, run, tokens_ahead=micro.tokens_ahead)
+        losses, share = losses_of(model, out, micro, stage, labels, head=True)
+    torch.stack(losses).sum().backward()
+    return share
 
 
 def _everywhere(share: Share, pairs: int, mesh: ParallelMesh) -> tuple[Share, tuple[int, ...]]:
