@@ -217,8 +217,8 @@ def test_peaks_are_those_recorded_on_an_h200():
 
 
 def test_peaks_of_meshes_are_those_recorded_on_two_h200s():
-    """Left out, in bfloat16: what 4af7c48 recorded with a bf16 residual stream under FSDP2, and 87ed17c of ranks with two
-    packs, the first of which was still held while the second ran."""
+    """Left out, in bfloat16: of 4af7c48 what had a bf16 residual stream under FSDP2; of 87ed17c what held a rank's first
+    pack while the second ran."""
     old = {("4af7c48", "dp_shard 2"), ("4af7c48", "cp 2"), ("87ed17c", "one"), ("87ed17c", "cp 2"), ("87ed17c", "tp 2")}
     records = recorded("parallel.jsonl", "parallel")
     wide = [one for one in records if one["shape"]["dtype"] == "float32"]
