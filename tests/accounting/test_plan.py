@@ -217,7 +217,7 @@ def test_peaks_are_those_recorded_on_an_h200():
 
 
 def test_peaks_of_meshes_are_those_recorded_on_two_h200s():
-    """Left out, in bfloat16: of 4af7c48 what had a bf16 residual stream under FSDP2; of 87ed17c what held a rank's first
+    """Left out, in bfloat16: of 4af7c48 what had a bf16 residual stream under FSDP2; of 87ed17c what held the first
     pack while the second ran."""
     old = {("4af7c48", "dp_shard 2"), ("4af7c48", "cp 2"), ("87ed17c", "one"), ("87ed17c", "cp 2"), ("87ed17c", "tp 2")}
     records = recorded("parallel.jsonl", "parallel")
