@@ -228,18 +228,18 @@ def slots_of(inverse: Inverse) -> list[list[int]]:
 def test_inverse_lists_the_slots_of_each_key(rows: int, top_k: int, num_keys: int) -> None:
     index = torch.randint(-1, max(num_keys, 1), (rows, top_k), dtype=torch.int32)
     index = index if num_keys else index.fill_(-1)
-    inverse = invert(index, num_keys)
+    inverse = invert(index, torch.full((rows,), top_k), num_keys)
     assert slots_of(inverse) == brute_inverse(index, num_keys)
-    assert sorted(inverse.slot.tolist()) == list(range(rows * top_k))
-    assert (inverse.slot.dtype, inverse.offset.dtype) == (torch.int64, torch.int64)
-    assert inverse.offset.shape == (num_keys + 1,)
+    assert inverse.slot[int(inverse.offset[-1]) :].tolist() == [-1] * int((index < 0).sum())
+    assert (inverse.slot.dtype, inverse.offset.dtype) == (torch.int32, torch.int32)
+    assert (inverse.slot.shape, inverse.offset.shape) == ((rows * top_k,), (num_keys + 1,))
 
 
-def test_inverse_leaves_out_what_lies_past_the_length() -> None:
-    index = torch.tensor([[0, 2, 1], [2, 0, -1], [1, 1, 1]], dtype=torch.int32)
-    inverse = invert(index, 3, torch.tensor([2, 3, 0], dtype=torch.int32))
-    assert slots_of(inverse) == [[0, 4], [], [1, 3]]
-    assert sorted(inverse.slot.tolist()) == list(range(9))
+def test_inverse_leaves_out_what_lies_past_the_length_and_keys_that_do_not_exist() -> None:
+    index = torch.tensor([[0, 2, 1], [2, 0, -1], [1, 1, 1], [3, 2, 9]], dtype=torch.int32)
+    inverse = invert(index, torch.tensor([2, 3, 0, 4], dtype=torch.int32), 3)
+    assert slots_of(inverse) == [[0, 4], [], [1, 3, 10]]
+    assert inverse.slot.tolist() == [0, 4, 1, 3, 10] + 7 * [-1]
 
 
 def test_inverse_is_made_once() -> None:
@@ -247,8 +247,16 @@ def test_inverse_is_made_once() -> None:
     assert selection.inverse is not None
     assert slots_of(selection.inverse) == [[0], [1, 2], [3]]
     assert selection.with_inverse(3) is selection
+    assert selection.inverse_of(3) is selection.inverse
+    assert selection.inverse_of(4) is None
     assert selection.with_inverse(5).inverse.offset.tolist() == [0, 1, 3, 4, 4, 4]
     assert selection.to("cpu").inverse is None
+
+
+def test_inverse_of_too_many_slots_is_refused() -> None:
+    index = torch.zeros(1, 1, dtype=torch.int32).expand(2**16, 2**15)
+    with pytest.raises(InputError, match="2147483648 slots, but an inverse names at most 2147482624"):
+        Selection(index, index[:, 0]).with_inverse(1)
 
 
 def test_to_keeps_the_rest() -> None:

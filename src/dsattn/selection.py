@@ -4,6 +4,7 @@ Letters: T query rows, S keys in global order, K kept keys, W columns of a block
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,13 +12,15 @@ from torch.nn.functional import pad
 
 from dsattn.errors import InputError
 
+# T * K of a Selection that can be inverted: an inverse names slots by int32, and kernels look a little further.
+MOST_SLOTS = 2**31 - 2**10
 
-@dataclass(frozen=True)
-class Inverse:
+
+class Inverse(NamedTuple):
     """Which slots of a Selection hold each key: lets gradients be summed key by key in a fixed order.
 
-    slot: [T * K] int64: flat slots `t * K + j`, sorted by the key they hold, then by slot; empty slots come last.
-    offset: [S + 1] int64: key s is held by `slot[offset[s] : offset[s + 1]]`.
+    slot: [T * K] int32: flat slots `t * K + j`, sorted by the key they hold, then by slot; -1 behind the last of them.
+    offset: [S + 1] int32: key s is held by `slot[offset[s] : offset[s + 1]]`.
     """
 
     slot: Tensor
@@ -85,13 +88,23 @@ class Selection:
         return self.index.shape[1]
 
     def with_inverse(self, num_keys: int) -> "Selection":
-        """The same Selection carrying its key-to-slots index, made once and shared by all who need it.
+        """The same Selection carrying its key-to-slots index, made once for all who attend to the same keys.
 
-        For sums of your own: our operations do not take it, their deterministic backwards invert run after run of rows.
+        Backwards that sum by key take it instead of making their own, run of rows after run of rows: the same bits,
+        sooner. It costs as many bytes as `index`, and 4 a key, for as long as somebody keeps the Selection.
+        Raises InputError where T * K is above MOST_SLOTS.
         """
-        if self.inverse is not None and self.inverse.offset.shape[0] == num_keys + 1:
+        if self.inverse_of(num_keys) is not None:
             return self
-        return replace(self, inverse=invert(self.index, num_keys))
+        if self.index.numel() > MOST_SLOTS:
+            raise InputError(
+                f"selection has {self.index.numel()} slots, but an inverse names at most {MOST_SLOTS}; split the rows"
+            )
+        return replace(self, inverse=Inverse(*inverted(self.index, self.length, num_keys)))
+
+    def inverse_of(self, num_keys: int) -> Inverse | None:
+        """The inverse that it carries, where that is of so many keys."""
+        return self.inverse if self.inverse is not None and self.inverse.offset.shape[0] == num_keys + 1 else None
 
     def mask(self, num_keys: int) -> Tensor:
         """[T, num_keys] bool, True where selected. For small sizes: tests and metrics."""
@@ -105,18 +118,28 @@ class Selection:
         return replace(self, index=self.index.to(device), length=self.length.to(device), score=score, inverse=None)
 
 
-def invert(index: Tensor, num_keys: int, length: Tensor | None = None) -> Inverse:
-    """The key-to-slots index of `index` [T, K]: a stable sort by key. Fixed shapes, no device sync.
+def invert(index: Tensor, length: Tensor, num_keys: int) -> Inverse:
+    """The key-to-slots index of `index` [T, K], whose rows stop at `length` [T]. Fixed shapes, no device sync.
 
-    length: [T], where a row's slots from length on are empty too, whatever they hold: a kernel that stops there left
-    nothing to sum.
+    Slots behind a row's length are empty, whatever they hold, as are those with -1 or a key that does not exist.
     """
-    empty = index < 0
-    if length is not None:
-        empty |= torch.arange(index.shape[1], device=index.device) >= length[:, None]
+    empty = (index < 0) | (index >= num_keys) | (torch.arange(index.shape[1], device=index.device) >= length[:, None])
     ordered, slot = torch.where(empty, num_keys, index).flatten().sort(stable=True)
     bounds = torch.arange(num_keys + 1, device=index.device, dtype=ordered.dtype)
-    return Inverse(slot=slot, offset=torch.searchsorted(ordered, bounds))
+    offset = torch.searchsorted(ordered, bounds, out_int32=True)
+    return Inverse(slot.to(torch.int32).masked_fill_(ordered == num_keys, -1), offset)
+
+
+@torch.library.custom_op("dsattn::invert", mutates_args=())
+def inverted(index: Tensor, length: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """An operator, so that `dsattn.ops.invert` can serve it by kernels where there are some."""
+    slot, offset = invert(index, length, num_keys)
+    return slot, offset
+
+
+@inverted.register_fake
+def _(index, length, num_keys):
+    return index.new_empty(index.shape[0] * index.shape[1]), index.new_empty(num_keys + 1)
 
 
 def rank(scores: Tensor, columns: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:

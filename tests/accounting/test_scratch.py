@@ -72,7 +72,7 @@ def test_the_loss_takes_a_target():
     assert scratch.loss_target(*reversed(kept_of(2**20)), "cuda") == GIB
     assert scratch.indexer_loss(*sparse, "cuda") == sums
     rows = GIB // (2 * 2048 * 64)
-    assert scratch.indexer_loss(*fixed, "cuda") == sums + rows * 2048 * (2 * 64 + 32)
+    assert scratch.indexer_loss(*fixed, "cuda") == sums + rows * 2048 * (2 * 64 + 4) + 32 * 8192 * -(-rows // 224)
     assert scratch.loss_target(*reversed(kept_of(2048, "warmup")), "cuda") == 2 * 4 * 2048**2
     assert scratch.indexer_loss(*reversed(kept_of(8192, "warmup")), "cuda") == sums + GIB // 4
     for one in (scratch.loss_target, scratch.indexer_loss, scratch.probabilities):
@@ -90,7 +90,7 @@ def test_fp32_contributions_are_counted():
         rows = GIB // (4 * 2048 * 64)
         loss = scratch.indexer_loss(*reversed(kept_of(8192, deterministic=True)), "cuda")
     assert large == 4 * 8192 * 576 + 2 * GIB
-    assert loss == 4 * 8192 * 64 + rows * 2048 * (4 * 64 + 32)
+    assert loss == 4 * 8192 * 64 + rows * 2048 * (4 * 64 + 4) + 32 * 8192 * -(-rows // 224)
 
 
 def test_a_smaller_budget_bounds_every_kernel():
@@ -103,7 +103,9 @@ def test_a_smaller_budget_bounds_every_kernel():
             assert loss == size
             sums = 4 * tokens * 64
             rows = size // (2 * 2048 * 64)
-            added = {None: 0, True: rows * 2048 * (2 * 64 + 32)}[deterministic] if mode == "sparse" else size
+            added = (
+                {None: 0, True: rows * 2048 * (2 * 64 + 4) + 32 * tokens}[deterministic] if mode == "sparse" else size
+            )
             assert scratch.indexer_loss(one, here, "cuda") == sums + added
 
 
@@ -125,7 +127,7 @@ def test_probabilities_are_those_of_a_run(tokens, allowed):
 def test_budgets_are_those_of_the_kernels():
     pytest.importorskip("triton")
     from dsattn.backends.hopper import dsa_attention, sparse_mla
-    from dsattn.backends.triton import indexer_kl, indexer_kl_dense, sparse_gqa
+    from dsattn.backends.triton import indexer_kl, indexer_kl_dense, invert, sparse_gqa
     from dsattn.ops import blocks, indexer, select
 
     assert scratch.CONTRIBUTIONS_FROM == sparse_mla.CONTRIBUTIONS_FROM
@@ -133,6 +135,8 @@ def test_budgets_are_those_of_the_kernels():
     assert (*scratch.HOPPER_WIDTHS, scratch.HOPPER_HEADS) == (*sparse_mla.WIDTHS, sparse_mla.HEADS)
     assert (scratch.HOPPER_VALUE_WIDTH, scratch.HOPPER_TILE) == (sparse_mla.VALUE_WIDTH, dsa_attention.KEYS)
     assert scratch.TARGET == indexer_kl.SCRATCH_BYTES
+    assert (scratch.RECORDS, scratch.RECORD_ROWS) == (invert.SCRATCH_BYTES, invert.GROUP_ROWS)
+    assert 4 * invert.WORDS.value == scratch.RECORD
     assert scratch.RANGES == indexer_kl_dense.SCRATCH_BYTES
     assert scratch.CPU_BLOCK == blocks._CPU_BYTES
     assert indexer.tile_shape(torch.device("cpu"))[0] == scratch.CPU_TILE_ROWS

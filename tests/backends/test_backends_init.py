@@ -183,8 +183,8 @@ def test_operations_run_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None
         seen.append(("forward", scale, value_dim))
         return q.new_full((*q.shape[:2], value_dim), 2.0), q.new_zeros(q.shape[:2])
 
-    def backward(grad_out, q, kv, index, length, sink, out, lse, scale, deterministic):
-        seen.append(("backward", scale, deterministic))
+    def backward(grad_out, q, kv, index, length, sink, out, lse, scale, deterministic, inverse):
+        seen.append(("backward", scale, deterministic, inverse))
         return torch.full_like(q, 3.0), torch.full_like(kv, 4.0)
 
     module.sparse_mla_forward, module.sparse_mla_backward = forward, backward
@@ -196,7 +196,7 @@ def test_operations_run_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None
     with settings(first_use_checks=False):  # a spy computes nothing right
         out, _ = sparse_mla(q, kv, selection, scale=0.5, value_dim=3, deterministic=True)
         out.sum().backward()
-    assert seen == [("forward", 0.5, 3), ("backward", 0.5, True)]
+    assert seen == [("forward", 0.5, 3), ("backward", 0.5, True, None)]
     assert q.grad is not None
     assert kv.grad is not None
     assert out.eq(2).all()
@@ -246,6 +246,7 @@ def shipped_table(bare_table: None, monkeypatch: pytest.MonkeyPatch) -> None:
 KERNELS = {
     "select_topk": ("triton",),
     "select_keys": ("hopper", "triton", "deep_gemm"),
+    "invert": ("triton",),
     FORWARD: ("flash_mla", "hopper", "triton"),
     BACKWARD: ("cudnn", "hopper", "triton"),
     "dsa_attention.forward": ("hopper",),

@@ -156,7 +156,7 @@ def test_first_use_checks_pass(heads, no_sync):
     for finding in compare("sparse_mla.forward", quiet(tilelang.sparse_mla_forward), forward_reference, None, given):
         assert finding.error <= finding.limit, finding
     out, lse = q[..., :512], q[..., 0].float()
-    given = (out, *given[:5], out, lse, 0.1, False)
+    given = (out, *given[:5], out, lse, 0.1, False, None)
     functions = (quiet(tilelang.sparse_mla_backward), backward_reference, forward_reference)
     for finding in compare("sparse_mla.backward", *functions, given):
         assert finding.error <= finding.limit, finding

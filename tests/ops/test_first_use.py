@@ -27,7 +27,7 @@ from dsattn.ops import (
     sparse_gqa,
     sparse_mla,
 )
-from dsattn.selection import Selection
+from dsattn.selection import Selection, invert
 from dsattn.testing import Case, Sizes, make_case, random_selection
 
 SIZES = Sizes(heads=4, groups=2, width=24, value_dim=16, index_heads=3, index_width=8, top_k=7)
@@ -60,6 +60,7 @@ REFERENCES: dict[str, Run] = {
     "indexer_kl.forward": _KL[0],
     "indexer_kl.backward": _KL[1],
     "dsa_attention.forward": _FUSED,
+    "invert": invert,
 }
 
 
@@ -82,6 +83,7 @@ OPS: dict[str, Callable[[Case, Selection], tuple[Tensor, ...]]] = {
     "dense_gqa": lambda c, s: dense_gqa(c.q, c.k, c.v, c.keys, scale=c.scale),
     "indexer_kl": _kl,
     "dsa_attention": _fused,
+    "invert": lambda c, s: (s.with_inverse(c.layout.num_keys).index,),
 }
 ATTENTION = ("sparse_mla", "sparse_gqa", "dense_mla", "dense_gqa")
 

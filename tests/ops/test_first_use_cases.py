@@ -10,6 +10,7 @@ import torch
 from dsattn.keys import KeyRange, Layout
 from dsattn.ops import indexer_scores, select_topk
 from dsattn.ops.first_use_cases import geometry, names_of, small_case
+from dsattn.selection import Inverse, invert
 from dsattn.testing import Sizes, make_case, random_selection
 
 
@@ -49,6 +50,7 @@ def arguments(reference: Callable[..., Any], lengths: list[int], sizes: Sizes | 
         "block_bytes": 2**30,
         "group": "",
         "deterministic": False,
+        "inverse": None,
     }
     if reference in (SELECT, LOW_PRECISION):
         known |= {"q": case.q_i, "k": case.k_i}
@@ -75,6 +77,7 @@ def test_geometry_does_not_depend_on_tokens(reference: Callable[..., Any]) -> No
         (SPARSE, {"kv": torch.zeros(6, 24, dtype=torch.bfloat16)}),
         (SPARSE, {"index": torch.zeros(6, 8, dtype=torch.int32)}),
         (SPARSE_BACK, {"deterministic": True}),
+        (SPARSE_BACK, {"inverse": Inverse(torch.zeros(42), torch.zeros(7))}),
         (SELECT, {"relu": False}),
         (SELECT, {"top_k": 8}),
         (LOW_PRECISION, {"precision": "mxfp8"}),
@@ -111,6 +114,13 @@ def test_gathered_rows_are_long_short_and_empty(top_k: int) -> None:
         assert not {0, *range(keys - 13, keys)} & set(row)
     assert case["kv"].isnan().all(1).nonzero()[:, 0].tolist() == [0, *range(keys - 13, keys)]
     assert case["q"].isnan().flatten(1).all(1).equal(length == 0)
+
+
+def test_an_inverse_is_that_of_the_case() -> None:
+    given = arguments(SPARSE_BACK, [5, 1], inverse=Inverse(torch.zeros(42), torch.zeros(7)))
+    case = small_case(SPARSE_BACK, SPARSE, given)
+    expected = invert(case["index"], case["length"], len(case["kv"]))
+    assert all(got.equal(one) for got, one in zip(case["inverse"], expected, strict=True))
 
 
 def test_selections_meet_more_keys_than_they_keep_and_ties() -> None:

@@ -22,7 +22,8 @@ TRITON_HEADS = {2: 128, 4: 16}  # most heads of its blocks, by bytes of an eleme
 GQA_CONTRIBUTIONS = 2**30
 TARGET = 2**30  # the indexer's loss over selected keys
 RANGES = 2**28  # over ranges: target and scores
-SORTED_SLOT = 32  # bytes of a slot while slots are sorted by key
+RECORDS = 2**27  # of slots that are sorted by key, by groups of rows
+RECORD, RECORD_ROWS = 32, 224  # bytes of a key in such a group, and its rows
 LOGIT_ROWS = 4096  # of `Decoder.lm_loss`
 
 
@@ -139,4 +140,11 @@ def indexer_loss(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
         return sums
     part = _contribution(one.itemsize) * indexer.head_dim
     run = min(rows, max(1, scratch_bytes(TARGET) // (part * indexer.top_k)))
-    return sums + run * indexer.top_k * (part + SORTED_SLOT)
+    return sums + run * indexer.top_k * part + inverted(one, here, run)
+
+
+def inverted(one: Kept, here: Place, rows: int) -> int:
+    """The inverse of `rows` rows of a selection, and what it is made from."""
+    group = RECORD * here.keys
+    groups = min(-(-rows // RECORD_ROWS), max(1, scratch_bytes(RECORDS) // group))
+    return FP32 * rows * one.config.dsa.indexer.top_k + groups * group

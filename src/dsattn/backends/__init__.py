@@ -119,6 +119,7 @@ OPERATIONS = (
     "indexer_scores.backward",
     "select_topk",
     "select_keys",
+    "invert",
     "sparse_mla.forward",
     "sparse_mla.backward",
     "sparse_gqa.forward",
@@ -152,6 +153,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         TILELANG,
         REFERENCE,
     ),
+    "invert": (_kernels("triton", "invert"), REFERENCE),
     "sparse_mla.forward": (
         _recorded("sparse_mla.forward", "flash_mla", "flash_mla"),
         _kernels("hopper", "sparse_mla"),

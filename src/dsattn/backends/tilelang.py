@@ -17,7 +17,7 @@ from torch import Tensor
 from dsattn.backends import Call, unmet
 from dsattn.backends.vendors import select_in_blocks
 from dsattn.errors import BackendUnavailable
-from dsattn.selection import selected_scores
+from dsattn.selection import Inverse, selected_scores
 
 _LN2 = math.log(2)
 _INDEXER_HEADS = 8  # in multiples
@@ -73,6 +73,7 @@ def sparse_mla_backward(
     lse: Tensor,
     scale: float,
     deterministic: bool,
+    inverse: Inverse | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dq, dkv), argument for argument as the reference's backward. fp32 atomics: it cannot be deterministic."""
     if sink is not None or deterministic:

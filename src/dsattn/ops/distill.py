@@ -19,6 +19,7 @@ from dsattn.keys import KeyRange
 from dsattn.ops.distill_reference import backward_reference, forward_reference
 from dsattn.ops.first_use import serve
 from dsattn.ops.indexer import check_floating, check_indexer, wide_dtype
+from dsattn.ops.invert import fields, joined
 from dsattn.ops.operator import operator
 from dsattn.ops.sparse_mla import check_selection
 from dsattn.selection import Selection
@@ -58,7 +59,7 @@ def indexer_kl(
     rows = (*_index(selection), keys.start, keys.stop, *weights)
     group = "" if head_group is None else head_group.group_name
     flags = (scale, relu, group, resolve_deterministic(deterministic), backend)
-    return _forward(q_i, k_i, w, *attention, *rows, *flags)[0]
+    return _forward(q_i, k_i, w, *attention, *rows, *flags, *fields(selection, k_i.shape[0]))[0]
 
 
 def check_kl(
@@ -160,6 +161,8 @@ def _forward(
     group: str,
     deterministic: bool,
     backend: str,
+    slot: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     run = choose_forward((q_i, k_i, w, q, kv, lse), index, deterministic, backend)
     keys = KeyRange(start, stop)
@@ -199,11 +202,14 @@ def _backward(
     group: str,
     deterministic: bool,
     backend: str,
+    slot: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     run = choose_backward((q_i, k_i, w, q, kv, lse), index, deterministic, backend)
     keys, row_scale = KeyRange(start, stop), torch.where(real, grad / divisor, 0.0)
     operands = (q_i, k_i, w, q, kv, lse, index, length, keys, real)
-    dq, dk, dw = run(row_scale, *operands, score_lse, mass, dscore, scale, relu, group, deterministic)
+    saved, flags = (score_lse, mass, dscore), (scale, relu, group, deterministic)
+    dq, dk, dw = run(row_scale, *operands, *saved, *flags, joined(slot, offset))
     return dq, dk, dw
 
 
@@ -214,14 +220,15 @@ def _(grad, q_i, k_i, w, *rest):
 
 
 def _setup(ctx, inputs, output) -> None:
-    *operands, scale, relu, group, deterministic, backend = inputs
+    *operands, scale, relu, group, deterministic, backend, slot, offset = inputs
     ctx.flags = (scale, relu, group, deterministic, backend)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*operands, *output[1:])
+    ctx.save_for_backward(*operands, *output[1:], slot, offset)
 
 
 def _autograd(ctx, grad, *_):
-    return *_backward(grad, *ctx.saved_tensors, *ctx.flags), *(None,) * 14
+    *saved, slot, offset = ctx.saved_tensors
+    return *_backward(grad, *saved, *ctx.flags, slot, offset), *(None,) * 16
 
 
 _forward.register_autograd(_autograd, setup_context=_setup)

@@ -15,6 +15,7 @@ from dsattn.ops.blocks import add_rows_, row_blocks
 from dsattn.ops.gathered import gather, gather_index, used_slots, with_zero_row
 from dsattn.ops.indexer import shared_key_gradients, wide_dtype
 from dsattn.ops.ranged import by_group, range_blocks
+from dsattn.selection import Inverse
 
 
 @dataclass(frozen=True)
@@ -149,10 +150,11 @@ def backward_reference(
     relu: bool,
     group: str,
     deterministic: bool,
+    inverse: Inverse | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq_i, dk_i, dw), given dL/dKL_t as row_scale [T]; dk_i is summed in fp32 (fp64 for fp64 inputs).
 
-    Of selected keys the forward's dscore tells all; for ranges the target is made again.
+    Of selected keys the forward's dscore tells all; for ranges the target is made again. inverse: as in `sparse_mla`.
     """
     inputs = _Inputs(q_i, k_i, w, q, kv, lse, index, keys, real, scale, relu, group)
     wide = inputs.wide

@@ -19,11 +19,12 @@ from dsattn.ops.distill import choose_forward as kl_forward
 from dsattn.ops.distill_reference import attention_shares
 from dsattn.ops.first_use import serve
 from dsattn.ops.indexer import wide_dtype
+from dsattn.ops.invert import fields, joined
 from dsattn.ops.operator import operator
 from dsattn.ops.sparse_mla import check_mla, check_selection, forward_reference
 from dsattn.ops.sparse_mla import choose_backward as attention_backward
 from dsattn.ops.sparse_mla import choose_forward as attention_forward
-from dsattn.selection import Selection
+from dsattn.selection import Inverse, Selection
 
 
 def dsa_attention(
@@ -57,7 +58,8 @@ def dsa_attention(
     rows = (selection.index, selection.length, *row_weights(keys, real_rows, divisor, wide_dtype(q_i, k_i, w, q, kv)))
     group = "" if head_group is None else head_group.group_name
     flags = (scale, kl_weight, value_dim, relu, group, resolve_deterministic(deterministic), backend)
-    return _forward(q, kv, sink, q_i, k_i, w, *rows, keys.start, keys.stop, *flags)[:3]
+    inverse = fields(selection, kv.shape[0])
+    return _forward(q, kv, sink, q_i, k_i, w, *rows, keys.start, keys.stop, *flags, *inverse)[:3]
 
 
 def shares_work(deterministic: bool | None) -> bool:
@@ -108,6 +110,8 @@ def _forward(
     group: str,
     deterministic: bool,
     backend: str,
+    slot: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     _choose("backward", q, kv, index, value_dim, deterministic, backend)
     choice = _choose("forward", q, kv, index, value_dim, deterministic, backend)
@@ -157,10 +161,12 @@ def _backward(
     group: str,
     deterministic: bool,
     backend: str,
+    slot: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     choice = _choose("backward", q, kv, index, out.shape[-1], deterministic, backend)
     run = choice.function or backward_composed
-    indexer, rows = (q_i, k_i, w), (index, length, real, divisor, start, stop)
+    indexer, rows = (q_i, k_i, w), (index, length, joined(slot, offset), real, divisor, start, stop)
     saved, flags = (out, lse, score_lse, mass, dscore), (scale, kl_weight, relu, group, deterministic, backend)
     grads = run((grad_out, grad_kl), q, kv, sink, indexer, rows, saved, flags)
     dq, dkv, dq_i, dk_i, dw = grads
@@ -176,22 +182,25 @@ def _(grad_out, grad_kl, q, kv, sink, q_i, k_i, w, *rest):
 
 
 def _setup(ctx, inputs, output) -> None:
-    *operands, scale, kl_weight, _, relu, group, deterministic, backend = inputs
+    *operands, scale, kl_weight, _, relu, group, deterministic, backend, slot, offset = inputs
     out, lse, _, *of_loss = output
     ctx.flags = (scale, kl_weight, relu, group, deterministic, backend)
     ctx.mark_non_differentiable(lse, *of_loss)
-    ctx.save_for_backward(*operands, out, lse, *of_loss)
+    ctx.save_for_backward(*operands, out, lse, *of_loss, slot, offset)
 
 
 def _autograd(ctx, grad_out, _, grad_kl, *rest):
-    dq, dkv, dsink, *indexer = _backward(grad_out.contiguous(), grad_kl, *ctx.saved_tensors, *ctx.flags)
-    return dq, dkv, dsink if ctx.needs_input_grad[2] else None, *indexer, *(None,) * 13
+    *saved, slot, offset = ctx.saved_tensors
+    dq, dkv, dsink, *indexer = _backward(grad_out.contiguous(), grad_kl, *saved, *ctx.flags, slot, offset)
+    return dq, dkv, dsink if ctx.needs_input_grad[2] else None, *indexer, *(None,) * 15
 
 
 _forward.register_autograd(_autograd, setup_context=_setup)
 
 
 Flags = tuple[float, float, bool, str, bool, str]  # scale, kl_weight, relu, group, deterministic, backend
+# index, length, their inverse, real, divisor, start, stop
+Rows = tuple[Tensor, Tensor, Inverse | None, Tensor, Tensor, Tensor, Tensor]
 
 
 def shares_reference(
@@ -212,20 +221,20 @@ def backward_composed(
     kv: Tensor,
     sink: Tensor | None,
     indexer: tuple[Tensor, ...],
-    rows: tuple[Tensor, ...],
+    rows: Rows,
     saved: tuple[Tensor, ...],
     flags: Flags,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dkv, dq_i, dk_i, dw), given those of out and of the weighted kl."""
     grad_out, grad_kl = grads
     q_i, k_i, w = indexer
-    index, length, real, divisor, start, stop = rows
+    index, length, inverse, real, divisor, start, stop = rows
     out, lse, *of_loss = saved
     scale, kl_weight, relu, group, deterministic, backend = flags
     attend = attention_backward(q, kv, index, out.shape[-1], deterministic, _of_part("sparse_mla", backend))
     distill = kl_backward((q_i, k_i, w, q, kv), index, deterministic, _of_part("indexer_kl", backend))
-    dq, dkv = attend(grad_out, q, kv, index, length, sink, out, lse, scale, deterministic)
+    dq, dkv = attend(grad_out, q, kv, index, length, sink, out, lse, scale, deterministic, inverse)
     row_scale, keys = torch.where(real, grad_kl * kl_weight / divisor, 0.0), KeyRange(start, stop)
     target = (q, kv, lse, index, length, keys, real, *of_loss)
-    dq_i, dk_i, dw = distill(row_scale, q_i, k_i, w, *target, scale, relu, group, deterministic)
+    dq_i, dk_i, dw = distill(row_scale, q_i, k_i, w, *target, scale, relu, group, deterministic, inverse)
     return dq, dkv, dq_i, dk_i, dw

@@ -106,7 +106,7 @@ def compare(operation: str, function: Run, reference: Run, forward: Run | None, 
     got = named_results(operation, function(*case.values()), case)
     exact = named_results(operation, reference(*widened(case).values()), case)
     dtypes = {one.dtype for one in case.values() if isinstance(one, Tensor)}
-    limit = max(limit for dtype, limit in LIMITS.items() if dtype in dtypes)
+    limit = max((limit for dtype, limit in LIMITS.items() if dtype in dtypes), default=0)
     return [
         Finding(name, error_of(one, exact[name]), limit if one.is_floating_point() else 0) for name, one in got.items()
     ]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dsattn.keys import KeyRange
+from dsattn.selection import Inverse, invert
 
 Arguments = tuple[Any, ...]
 
@@ -25,13 +26,14 @@ _BEYOND = 54  # keys beyond top-k that a row may read
 _OF_ROWS = ("q", "q_i", "w", "grad_out", "target")
 _OF_KEYS = ("kv", "k", "v", "k_i")
 # Arguments whose values and shapes say nothing of what a kernel is compiled for.
-_FREE = ("scale", "block_bytes", "group")
+_FREE = ("scale", "block_bytes", "group", "num_keys")
 _TOKENS_ONLY = ("scores", "score_lse")
 
 _ATTENTION, _LOSS = ("out", "lse"), ("loss", "score_lse", "mass", "dscore")
 _RESULTS = {
     "select_topk": ("index", "length"),
     "select_keys": ("index", "length", "score"),
+    "invert": ("slot", "offset"),
     "sparse_mla.forward": _ATTENTION,
     "sparse_mla.backward": ("dq", "dkv"),
     "sparse_gqa.forward": _ATTENTION,
@@ -60,7 +62,7 @@ def geometry(names: tuple[str, ...], given: Arguments) -> Arguments:
 def _geometry(name: str, one: Any) -> Any:
     if isinstance(one, Tensor):
         return one.dtype, () if name in _TOKENS_ONLY else tuple(one.shape[1:])
-    return None if isinstance(one, KeyRange) else one
+    return type(one) if isinstance(one, KeyRange | Inverse) else one
 
 
 def small_case(reference: Callable[..., Any], forward: Callable[..., Any] | None, given: Arguments) -> dict[str, Any]:
@@ -130,6 +132,10 @@ class _Plan:
             return KeyRange(self.start.to(device), self.stop.to(device))
         if name in ("index", "length"):
             return None if self.index is None else self._selected(name).to(device)
+        if name == "num_keys":
+            return self.keys
+        if name == "inverse":
+            return None if one is None else invert(self.make("index", None), self.make("length", None), self.keys)
         if name == "scale":
             return 3 * self.like["q"].shape[-1] ** -0.5  # a few keys hold most of the mass, as in a trained model
         if name == "value_dim" and one is None:

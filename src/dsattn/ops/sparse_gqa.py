@@ -15,9 +15,10 @@ from dsattn.ops import softmax
 from dsattn.ops.first_use import serve
 from dsattn.ops.gathered import attend, attend_backward, gather_index, used_slots
 from dsattn.ops.indexer import check_floating, wide_dtype
+from dsattn.ops.invert import fields, joined
 from dsattn.ops.operator import operator
 from dsattn.ops.sparse_mla import check_selection, check_sink
-from dsattn.selection import Selection
+from dsattn.selection import Inverse, Selection
 
 
 def sparse_gqa(
@@ -39,8 +40,8 @@ def sparse_gqa(
     """
     check_gqa(q, k, v, sink)
     check_selection(q, selection)
-    operands = (q, k, v, selection.index, selection.length, sink)
-    return _forward(*operands, scale, resolve_deterministic(deterministic), backend)
+    operands, inverse = (q, k, v, selection.index, selection.length, sink), fields(selection, k.shape[0])
+    return _forward(*operands, scale, resolve_deterministic(deterministic), backend, *inverse)
 
 
 def check_gqa(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:
@@ -73,6 +74,8 @@ def _forward(
     scale: float,
     deterministic: bool,
     backend: str,
+    slot: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     call = _call(q, k, v, index, deterministic)
     choose("sparse_gqa.backward", call, backend)  # a call that cannot go backward fails before it goes forward
@@ -81,7 +84,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(q, k, v, index, length, sink, scale, deterministic, backend):
+def _(q, k, v, index, *rest):
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(*q.shape[:2], dtype=wide_dtype(q, k))
 
 
@@ -99,31 +102,34 @@ def _backward(
     scale: float,
     deterministic: bool,
     backend: str,
+    slot: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = _call(q, k, v, index, deterministic)
     choice = choose("sparse_gqa.backward", call, backend)
     run = serve("sparse_gqa.backward", choice, backward_reference, forward_reference)
-    dq, dk, dv = run(grad_out, q, k, v, index, length, sink, out, lse, scale, deterministic)
+    dq, dk, dv = run(grad_out, q, k, v, index, length, sink, out, lse, scale, deterministic, joined(slot, offset))
     dsink = q.new_empty(0) if sink is None else softmax.sink_gradient(out, grad_out, lse, sink)
     return dq, dk, dv, dsink
 
 
 @_backward.register_fake
-def _(grad_out, q, k, v, index, length, sink, out, lse, scale, deterministic, backend):
+def _(grad_out, q, k, v, index, length, sink, *rest):
     dq, dk, dv, dsink = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, sink))
     return dq, dk, dv, dsink
 
 
 def _setup(ctx, inputs, output) -> None:
-    *operands, ctx.scale, ctx.deterministic, ctx.backend = inputs
+    *operands, ctx.scale, ctx.deterministic, ctx.backend, slot, offset = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*operands, *output)
+    ctx.save_for_backward(*operands, *output, slot, offset)
 
 
 def _autograd(ctx, grad_out, _):
-    grads = _backward(grad_out.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.deterministic, ctx.backend)
-    dq, dk, dv, dsink = grads
-    return dq, dk, dv, None, None, dsink if ctx.needs_input_grad[5] else None, None, None, None
+    *saved, slot, offset = ctx.saved_tensors
+    flags = (ctx.scale, ctx.deterministic, ctx.backend)
+    dq, dk, dv, dsink = _backward(grad_out.contiguous(), *saved, *flags, slot, offset)
+    return dq, dk, dv, None, None, dsink if ctx.needs_input_grad[5] else None, *(None,) * 5
 
 
 _forward.register_autograd(_autograd, setup_context=_setup)
@@ -152,8 +158,9 @@ def backward_reference(
     lse: Tensor,
     scale: float,
     deterministic: bool,
+    inverse: Inverse | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in plain torch; dk and dv are summed in fp32 (fp64 for fp64 inputs)."""
+    """(dq, dk, dv) in plain torch; dk and dv are summed in fp32 (fp64 for fp64 inputs). inverse: as in `sparse_mla`."""
     groups = k.shape[1]
     grad_RJV, q_RJD, out_RJV, lse_RJ = (_by_group(x, groups) for x in (grad_out, q, out, lse))
     sink_RJ = None if sink is None else _by_group(sink.expand(q.shape[:2]), groups)

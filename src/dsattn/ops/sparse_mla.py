@@ -17,8 +17,9 @@ from dsattn.ops import softmax
 from dsattn.ops.first_use import serve
 from dsattn.ops.gathered import attend, attend_backward
 from dsattn.ops.indexer import check_floating, wide_dtype
+from dsattn.ops.invert import fields, joined
 from dsattn.ops.operator import operator
-from dsattn.selection import Selection
+from dsattn.selection import Inverse, Selection
 
 
 def sparse_mla(
@@ -40,14 +41,15 @@ def sparse_mla(
     Returns out [T, H, V] in q's dtype and lse [T, H] fp32 (fp64 for fp64 inputs): natural log, scale included, keys
     only, not differentiable. A row without keys gives out 0, lse -inf, and neither takes nor gives gradient.
     Gradients reach q, kv and sink. -1 slots never read memory: NaN in rows nobody selected stays there.
-    deterministic: gradients repeat bit for bit; None follows `dsattn.settings` and torch's switch.
+    deterministic: gradients repeat bit for bit; None follows `dsattn.settings` and torch's switch. An inverse that the
+    selection carries (`with_inverse`) saves the backward making its own; it changes no bit.
     Raises InputError on shapes that do not fit, IndexError (on the CPU) where the selection holds a key row that does
     not exist, BackendUnavailable where `backend` cannot serve.
     """
     check_mla(q, kv, value_dim, sink)
     check_selection(q, selection)
-    operands = (q, kv, selection.index, selection.length, sink)
-    return _forward(*operands, scale, value_dim, resolve_deterministic(deterministic), backend)
+    operands, inverse = (q, kv, selection.index, selection.length, sink), fields(selection, kv.shape[0])
+    return _forward(*operands, scale, value_dim, resolve_deterministic(deterministic), backend, *inverse)
 
 
 def check_mla(q: Tensor, kv: Tensor, value_dim: int, sink: Tensor | None) -> None:
@@ -112,13 +114,15 @@ def _forward(
     value_dim: int,
     deterministic: bool,
     backend: str,
+    slot: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     run = choose_forward(q, kv, index, value_dim, deterministic, backend)
     return run(q, kv, index, length, sink, scale, value_dim)
 
 
 @_forward.register_fake
-def _(q, kv, index, length, sink, scale, value_dim, deterministic, backend):
+def _(q, kv, index, length, sink, scale, value_dim, *flags):
     return q.new_empty(*q.shape[:2], value_dim), q.new_empty(*q.shape[:2], dtype=wide_dtype(q, kv))
 
 
@@ -135,29 +139,32 @@ def _backward(
     scale: float,
     deterministic: bool,
     backend: str,
+    slot: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     run = choose_backward(q, kv, index, out.shape[-1], deterministic, backend)
-    dq, dkv = run(grad_out, q, kv, index, length, sink, out, lse, scale, deterministic)
+    dq, dkv = run(grad_out, q, kv, index, length, sink, out, lse, scale, deterministic, joined(slot, offset))
     dsink = q.new_empty(0) if sink is None else softmax.sink_gradient(out, grad_out, lse, sink)
     return dq, dkv, dsink
 
 
 @_backward.register_fake
-def _(grad_out, q, kv, index, length, sink, out, lse, scale, deterministic, backend):
+def _(grad_out, q, kv, index, length, sink, *rest):
     dkv, dsink = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (kv, sink))
     return torch.empty_like(q), dkv, dsink
 
 
 def _setup(ctx, inputs, output) -> None:
-    q, kv, index, length, sink, ctx.scale, _, ctx.deterministic, ctx.backend = inputs
+    *operands, ctx.scale, _, ctx.deterministic, ctx.backend, slot, offset = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, kv, index, length, sink, *output)
+    ctx.save_for_backward(*operands, *output, slot, offset)
 
 
 def _autograd(ctx, grad_out, _):
-    saved = ctx.saved_tensors
-    dq, dkv, dsink = _backward(grad_out.contiguous(), *saved, ctx.scale, ctx.deterministic, ctx.backend)
-    return dq, dkv, None, None, dsink if ctx.needs_input_grad[4] else None, None, None, None, None
+    *saved, slot, offset = ctx.saved_tensors
+    flags = (ctx.scale, ctx.deterministic, ctx.backend)
+    dq, dkv, dsink = _backward(grad_out.contiguous(), *saved, *flags, slot, offset)
+    return dq, dkv, None, None, dsink if ctx.needs_input_grad[4] else None, *(None,) * 6
 
 
 _forward.register_autograd(_autograd, setup_context=_setup)
@@ -181,8 +188,12 @@ def backward_reference(
     lse: Tensor,
     scale: float,
     deterministic: bool,
+    inverse: Inverse | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(dq, dkv) in plain torch; dkv is summed in fp32 (fp64 for fp64 inputs)."""
+    """(dq, dkv) in plain torch; dkv is summed in fp32 (fp64 for fp64 inputs).
+
+    inverse: of index and length, for kernels that sum key by key.
+    """
     dq, dkv, _ = attend_backward(grad_out, q, kv, None, index, _a_row(sink, q), out, lse, scale, deterministic)
     return dq, dkv
 

@@ -28,7 +28,7 @@ def forward_given(heads, index_heads, slots, target=None):
 def backward_given(heads, index_heads, slots):
     given = forward_given(heads, index_heads, slots)
     saved = (torch.empty(2, 2), torch.empty(2), torch.empty(2, slots))
-    return (torch.empty(2), *given[:10], *saved, 0.1, True, "", False)
+    return (torch.empty(2), *given[:10], *saved, 0.1, True, "", False, None)
 
 
 @pytest.mark.parametrize(("generation", "major"), [("1.25.0", 9), ("1.26.0", 9), ("1.32.0", 9), ("1.32.0", 10)])
@@ -88,7 +88,7 @@ def negated(run):
 
 def test_determinism_is_handed_on_where_it_is(install):
     seen = install("1.32.0", major=10)
-    given = (*backward_given(8, 32, 24)[:-1], True)
+    given = (*backward_given(8, 32, 24)[:-2], True, None)
     findings = compare(
         "indexer_kl.backward", indexer_kl.indexer_kl_backward, backward_reference, forward_reference, given
     )

@@ -15,7 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsattn import settings
 from dsattn.keys import KeyRange, Layout
+from dsattn.selection import Inverse, invert
 
 launch = pytest.importorskip("dsattn.backends.triton.launch", exc_type=ImportError)
 
@@ -78,12 +80,17 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"dsattn.backends.triton.{name}")
 
 
+def _inverses(x: Operands) -> tuple[tuple[bool, Inverse | None], ...]:
+    """(deterministic, inverse) of backwards: by atomics, by contributions, and with the selection's inverse."""
+    return (False, None), (True, None), (True, invert(x.index, x.length, x.num_keys))
+
+
 def _sparse_mla(x: Operands) -> None:
     kernels, kv = _module("sparse_mla"), x.zeros(x.num_keys, x.geometry.width)
     operands = (x.attention, kv, x.index, x.length, x.sink)
     out, lse = kernels.sparse_mla_forward(*operands, 0.5, x.geometry.value_dim)
-    for deterministic in (False, True):
-        kernels.sparse_mla_backward(x.out, *operands, out, lse, 0.5, deterministic)
+    for flags in _inverses(x):
+        kernels.sparse_mla_backward(x.out, *operands, out, lse, 0.5, *flags)
 
 
 def _select_keys(x: Operands) -> None:
@@ -103,13 +110,23 @@ def _select_topk(x: Operands) -> None:
     _module("select").select_topk(scores, x.keys.start, x.keys.stop, x.geometry.top_k)
 
 
+def _invert(x: Operands) -> None:
+    """In one run of rows, and in one after another; pieces of them."""
+    module = _module("invert")
+    whole = module.invert(x.index, x.length, x.num_keys)
+    with settings(scratch_bytes=1):
+        module.invert(x.index, x.length, x.num_keys)
+    for first in range(0, x.rows, 7):
+        module.slots_of_run(whole, x.index, x.length, first, min(7, x.rows - first), x.num_keys)
+
+
 def _sparse_gqa(x: Operands) -> None:
     kernels, size = _module("sparse_gqa"), x.geometry
     k, v = x.zeros(x.num_keys, size.groups, size.width), x.zeros(x.num_keys, size.groups, size.value_dim)
     operands = (x.attention, k, v, x.index, x.length, x.sink)
     out, lse = kernels.sparse_gqa_forward(*operands, 0.5)
-    for deterministic in (False, True):
-        kernels.sparse_gqa_backward(x.out, *operands, out, lse, 0.5, deterministic)
+    for flags in _inverses(x):
+        kernels.sparse_gqa_backward(x.out, *operands, out, lse, 0.5, *flags)
 
 
 def _dense(operation: str, x: Operands) -> None:
@@ -127,8 +144,8 @@ def _indexer_kl(selected: bool, grouped: bool, x: Operands) -> None:
     slots = (x.index, x.length) if selected else (None, None)
     operands = (*x.indexer, x.attention, kv, x.lse, *slots, x.keys, x.real)
     _, *saved = kernels.indexer_kl_forward(*operands, torch.ones((), device=x.device), 0.5, True, "")
-    for deterministic in (False, True):
-        kernels.indexer_kl_backward(x.real.float(), *operands, *saved, 0.5, True, "", deterministic)
+    for flags in _inverses(x) if selected else ((False, None), (True, None)):
+        kernels.indexer_kl_backward(x.real.float(), *operands, *saved, 0.5, True, "", *flags)
 
 
 @dataclass(frozen=True)
@@ -143,17 +160,19 @@ class Operation:
     variants: dict[str, int]
 
 
-KL = ("indexer_kl", "indexer_kl_rows", "indexer_kl_dense", "select", "select_scores")
+GQA = ("sparse_gqa", "sparse_mla", "invert")
+KL = ("indexer_kl", "invert", "indexer_kl_rows", "indexer_kl_dense", "select", "select_scores")
 OPERATIONS = {
     # Backwards scatter by atomics, or write contributions.
-    "sparse_mla": Operation(("sparse_mla",), _sparse_mla, {"_backward_keys_kernel": 2}),
+    "sparse_mla": Operation(("sparse_mla", "invert"), _sparse_mla, {"_backward_keys_kernel": 2}),
     # With and without the scores.
     "select_keys": Operation(("select", "select_scores"), _select_keys, {"_rank_kernel": 2}),
     # Of queries, whose weights take their scales, and of keys.
     "select_keys_fp8": Operation(("select", "select_scores", "quantize"), _select_keys_fp8, {"_to_e4m3_kernel": 2}),
     "select_topk": Operation(("select",), _select_topk, {}),
+    "invert": Operation(("invert",), _invert, {}),
     # Contributions are summed for keys and for values, which differ in width.
-    "sparse_gqa": Operation(("sparse_gqa", "sparse_mla"), _sparse_gqa, {"_backward_kernel": 2, "_sum_kernel": 2}),
+    "sparse_gqa": Operation(GQA, _sparse_gqa, {"_backward_kernel": 2, "_sum_kernel": 2}),
     "dense_mla": Operation(("dense", "dense_backward"), functools.partial(_dense, "dense_mla"), {}),
     "dense_gqa": Operation(("dense", "dense_backward"), functools.partial(_dense, "dense_gqa"), {}),
     "indexer_kl_sparse": Operation(KL, functools.partial(_indexer_kl, True, False), {"_slot_gradient_kernel": 2}),

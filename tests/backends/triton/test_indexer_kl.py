@@ -12,7 +12,7 @@ from dsattn.backends import Call, settings
 from dsattn.errors import BackendUnavailable
 from dsattn.keys import Layout
 from dsattn.ops.distill_reference import backward_reference, forward_reference
-from dsattn.selection import Selection
+from dsattn.selection import Inverse, Selection, invert
 from dsattn.testing import (
     Case,
     Sizes,
@@ -66,13 +66,14 @@ def run(
     row_scale: Tensor | None = None,
     group: str = "",
     deterministic: bool = False,
+    inverse: Inverse | None = None,
 ) -> Results:
     real, wide = operands[-1], operands[5].dtype
     divisor = torch.tensor(3.0, dtype=wide, device=real.device)
     loss, *saved = functions[0](*operands, divisor, scale, relu, group)
     if row_scale is None:
         row_scale = torch.where(real, 0.25 + torch.arange(len(real), device=real.device) % 3, 0.0)
-    grads = functions[1](row_scale.to(wide), *operands, *saved, scale, relu, group, deterministic)
+    grads = functions[1](row_scale.to(wide), *operands, *saved, scale, relu, group, deterministic, inverse)
     named = {"loss": loss, "score_lse": saved[0].sum(0), "mass": saved[1], "dscore": saved[2]}
     return {**named, **dict(zip(LEARNERS, grads, strict=True))}
 
@@ -264,6 +265,26 @@ def test_fp32_contributions(device: str) -> None:
     assert float((rounded != atomic).float().mean()) > 0.1
 
 
+@pytest.mark.parametrize("layout", [SMALL, Layout.causal(5)], ids=["packed", "fewer keys than slots"])
+@pytest.mark.parametrize("rows", [99, 3])
+def test_an_inverse_changes_no_bit(device: str, layout: Layout, rows: int) -> None:
+    """In one run of rows and in several, with holes, rows that weigh nothing and a key that nobody reads."""
+    case = make_case(layout, COMMON, device=device)
+    selection = choose_keys(case)
+    selection.index[::2, 1] = -1
+    selection.index[selection.index == 2] = -1
+    operands = operands_of(case, selection)
+    weights = torch.where(operands[-1], torch.arange(len(case.q), device=device) % 3, 0.0)
+    flags = {"row_scale": weights, "deterministic": True}
+    held = invert(selection.index, selection.length, case.layout.num_keys)
+    with settings(scratch_bytes=rows * 7 * 12 * 4):
+        expected = kernel_run(operands, case.scale, **flags)
+        assert_same(kernel_run(operands, case.scale, **flags, inverse=held), expected)
+    moved = held._replace(slot=held.slot[: int(held.offset[-1])].roll(1))
+    wrong = kernel_run(operands, case.scale, **flags, inverse=moved)
+    assert not wrong["k_i"].equal(expected["k_i"])
+
+
 def test_mixed_dtypes_meet_above(device: str) -> None:
     case = make_case(Layout.causal(5), Sizes(heads=2), device=device)
     case = replace(case, q_i=case.q_i.bfloat16(), q=case.q.bfloat16(), w=case.w.bfloat16())
@@ -319,9 +340,8 @@ def test_token_counts_compile_nothing_again() -> None:
             for given in (operands, _without_the_first_row(operands)):
                 for deterministic in (False, True):
                     kernel_run(given, case.scale, deterministic=deterministic)
-    once = dict.fromkeys(
-        ("_slot_score_kernel", "_target_kernel", "_loss_kernel", "_dscore_kernel", "_slot_sum_kernel"), 1
-    )
+    loss = ("_slot_score_kernel", "_target_kernel", "_loss_kernel", "_dscore_kernel")
+    once = dict.fromkeys((*loss, "_mark_kernel", "_count_kernel", "_place_kernel", "_slot_sum_kernel"), 1)
     assert {name: len(found) for name, found in kept.items()} == {**once, "_slot_gradient_kernel": 2}  # atomics or not
 
 

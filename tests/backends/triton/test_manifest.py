@@ -67,6 +67,11 @@ MANIFEST = {
         *("test_bytes_and_scales", "test_strides_and_factors"),
         repeats="test_repeats_at_any_size",
     ),
+    "triton/invert.py": _shown(
+        "backends/triton/test_invert.py",
+        *("test_equals_sorting", "test_places", "test_real_sizes"),
+        repeats="test_repeats",
+    ),
     "triton/sparse_mla.py": _shown(
         "backends/triton/test_sparse_mla.py",
         *("test_shapes", "test_layouts", BUDGET),

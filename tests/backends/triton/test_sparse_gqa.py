@@ -11,7 +11,7 @@ from torch import Tensor
 from dsattn.backends import Call, settings
 from dsattn.errors import BackendUnavailable
 from dsattn.keys import Layout
-from dsattn.selection import Selection
+from dsattn.selection import Inverse, Selection, invert
 from dsattn.testing import (
     Case,
     Sizes,
@@ -48,12 +48,18 @@ def choose_keys(case: Case) -> Selection:
     return random_selection(case.keys, case.layout.num_keys, case.sizes.top_k)
 
 
-def run(case: Case, selection: Selection, sink: Tensor | None, deterministic: bool = False) -> dict[str, Tensor]:
+def run(
+    case: Case,
+    selection: Selection,
+    sink: Tensor | None,
+    deterministic: bool = False,
+    inverse: Inverse | None = None,
+) -> dict[str, Tensor]:
     from dsattn.backends.triton.sparse_gqa import sparse_gqa_backward, sparse_gqa_forward
 
     operands = (case.q, case.k, case.v, selection.index, selection.length, sink)
     out, lse = sparse_gqa_forward(*operands, case.scale)
-    grads = sparse_gqa_backward(case.grad_out, *operands, out, lse, case.scale, deterministic)
+    grads = sparse_gqa_backward(case.grad_out, *operands, out, lse, case.scale, deterministic, inverse)
     return dict(zip(NAMES, (out, lse, *grads), strict=True))
 
 
@@ -208,6 +214,26 @@ def test_fp32_contributions(device: str) -> None:
         assert float((rounded[name] != atomic[name]).float().mean()) > 0.1, name
 
 
+@pytest.mark.parametrize("layout", [SMALL, Layout.causal(12)], ids=["packed", "fewer keys than slots"])
+@pytest.mark.parametrize("rows", [99, 5])
+def test_an_inverse_changes_no_bit(device: str, layout: Layout, rows: int) -> None:
+    """In one run of rows and in several, with holes, empty rows and a key that nobody reads."""
+    case = make_case(layout, COMMON, device=device)
+    selection = choose_keys(case)
+    selection.index[::2, 1] = -1
+    selection.index[selection.index == 4] = -1
+    held = invert(selection.index, selection.length, case.layout.num_keys)
+    assert (held.offset.diff() == 0).any()
+    with settings(scratch_bytes=rows * 19 * 2 * (24 + 17) * 4):
+        expected = run(case, selection, case.sink, True)
+        got = run(case, selection, case.sink, True, held)
+    for name, value in got.items():
+        assert value.nan_to_num().equal(expected[name].nan_to_num()), name
+    live = int(held.offset[-1])
+    wrong = held._replace(slot=held.slot[:live].roll(1))
+    assert not run(case, selection, case.sink, True, wrong)["dk"].equal(expected["dk"])
+
+
 def test_mixed_dtypes_meet_above(device: str) -> None:
     case = make_case(Layout.causal(5), Sizes(heads=2), device=device)
     case = replace(case, q=case.q.bfloat16())
@@ -259,7 +285,7 @@ def test_packings_are_compiled_once(deterministic: bool, monkeypatch: pytest.Mon
     assert {kernel: len(what) for kernel, what in kept.items()} == {
         "_forward_kernel": 1,
         "_backward_kernel": 1,
-        **({"_sum_kernel": 2} if deterministic else {}),
+        **({"_sum_kernel": 2, "_mark_kernel": 1, "_count_kernel": 1, "_place_kernel": 1} if deterministic else {}),
     }
 
 

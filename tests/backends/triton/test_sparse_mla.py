@@ -11,7 +11,7 @@ from torch import Tensor
 from dsattn.backends import Call, settings
 from dsattn.errors import BackendUnavailable
 from dsattn.keys import Layout
-from dsattn.selection import Selection
+from dsattn.selection import Inverse, Selection, invert
 from dsattn.testing import Case, Sizes, error_budget, make_case, naive_attention, random_selection, tensor_similarity
 
 pytest.importorskip("triton")
@@ -38,12 +38,18 @@ def choose_keys(case: Case) -> Selection:
     return random_selection(case.keys, case.layout.num_keys, case.sizes.top_k)
 
 
-def run(case: Case, selection: Selection, sink: Tensor | None, deterministic: bool = False) -> dict[str, Tensor]:
+def run(
+    case: Case,
+    selection: Selection,
+    sink: Tensor | None,
+    deterministic: bool = False,
+    inverse: Inverse | None = None,
+) -> dict[str, Tensor]:
     from dsattn.backends.triton.sparse_mla import sparse_mla_backward, sparse_mla_forward
 
     operands = (case.q, case.kv, selection.index, selection.length, sink)
     out, lse = sparse_mla_forward(*operands, case.scale, case.sizes.value_dim)
-    dq, dkv = sparse_mla_backward(case.grad_out, *operands, out, lse, case.scale, deterministic)
+    dq, dkv = sparse_mla_backward(case.grad_out, *operands, out, lse, case.scale, deterministic, inverse)
     return {"out": out, "lse": lse, "q": dq, "kv": dkv}
 
 
@@ -176,6 +182,26 @@ def test_fp32_contributions(device: str) -> None:
     assert got.equal(again)
     assert float((got != atomic).float().mean()) < 0.01
     assert float((rounded != atomic).float().mean()) > 0.1
+
+
+@pytest.mark.parametrize("layout", [SMALL, Layout.causal(12)], ids=["packed", "fewer keys than slots"])
+@pytest.mark.parametrize("rows", [99, 5])
+def test_an_inverse_changes_no_bit(device: str, layout: Layout, rows: int) -> None:
+    """In one run of rows and in several, with holes, empty rows and a key that nobody reads."""
+    case = make_case(layout, COMMON, device=device)
+    selection = choose_keys(case)
+    selection.index[::2, 1] = -1
+    selection.index[selection.index == 4] = -1
+    held = invert(selection.index, selection.length, case.layout.num_keys)
+    assert (held.offset.diff() == 0).any()
+    with settings(scratch_bytes=rows * 19 * (16 + 24) * 4):
+        expected = run(case, selection, case.sink, True)
+        got = run(case, selection, case.sink, True, held)
+    for name, value in got.items():
+        assert value.nan_to_num().equal(expected[name].nan_to_num()), name
+    live = int(held.offset[-1])
+    wrong = held._replace(slot=held.slot[:live].roll(1))
+    assert not run(case, selection, case.sink, True, wrong)["kv"].equal(expected["kv"])
 
 
 def test_more_keys_than_atomics_serve(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

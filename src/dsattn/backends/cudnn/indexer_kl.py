@@ -24,6 +24,7 @@ from dsattn.backends.cudnn import frontend
 from dsattn.backends.vendors import version_of
 from dsattn.errors import BackendUnavailable
 from dsattn.keys import KeyRange
+from dsattn.selection import Inverse
 
 _SMALLEST = 1e-30
 _SLOTS = 128
@@ -99,6 +100,7 @@ def indexer_kl_backward(
     relu: bool,
     group: str,
     deterministic: bool,
+    inverse: Inverse | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq_i, dk_i, dw): the arguments of the reference's backward.
 

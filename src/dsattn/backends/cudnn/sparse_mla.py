@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from dsattn.backends import Call, unmet
 from dsattn.backends.cudnn import frontend
 from dsattn.errors import BackendUnavailable
+from dsattn.selection import Inverse
 
 SAFE_EMPTY_ROWS = (1, 29)
 _HEADS = 64
@@ -38,6 +39,7 @@ def sparse_mla_backward(
     lse: Tensor,
     scale: float,
     deterministic: bool,
+    inverse: Inverse | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dq, dkv), argument for argument as the reference's backward.
 

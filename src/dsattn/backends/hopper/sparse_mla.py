@@ -15,6 +15,7 @@ from dsattn.backends import Call, contribution_dtype, scratch_bytes, unmet
 from dsattn.backends.triton.launch import launch
 from dsattn.backends.vendors import positive_scale
 from dsattn.errors import BackendUnavailable
+from dsattn.selection import Inverse
 
 WIDTHS = (512, 576)
 VALUE_WIDTH = 512
@@ -98,6 +99,7 @@ def sparse_mla_backward(
     lse: Tensor,
     scale: float,
     deterministic: bool,
+    inverse: Inverse | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dq, dkv): probabilities come back from lse, dkv is summed in fp32.
 

@@ -5,7 +5,8 @@ a row's keys tile by tile, sums dq and dw in registers, and scatters dk. By atom
 run of rows after run of rows, every slot's part of dk is written, in the operands' dtype or as `settings` ask, and all
 are summed by key in the order of the slots.
 Memory beside operands and results: the forward takes 4 T K bytes for dKL/dI, saved, and at most SCRATCH_BYTES for the
-target; the backward 4 S D bytes for dk and, deterministic, at most SCRATCH_BYTES and 32 bytes a slot of a run.
+target; the backward 4 S D bytes for dk and, deterministic, at most SCRATCH_BYTES and, without an inverse of the
+selection, what `invert` takes for a run and 4 bytes for each of its slots.
 Letters: T query rows, S keys, H_I / D indexer heads / width, K kept keys; tiles: N slots, P padded heads.
 """
 
@@ -28,11 +29,12 @@ from dsattn.backends.triton.indexer_kl_rows import (
     row_blocks,
     sum_over_,
 )
+from dsattn.backends.triton.invert import slots_of_run
 from dsattn.backends.triton.launch import launch
 from dsattn.backends.triton.select_scores import indexer_needs
 from dsattn.errors import BackendUnavailable
 from dsattn.keys import KeyRange
-from dsattn.selection import invert
+from dsattn.selection import Inverse
 
 SCRATCH_BYTES = 2**30  # or less, as settings allow
 
@@ -119,8 +121,9 @@ def indexer_kl_backward(
     relu: bool,
     group: str,
     deterministic: bool,
+    inverse: Inverse | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq_i, dk_i, dw) of `backward_reference`, sums in fp32."""
+    """(dq_i, dk_i, dw) of `backward_reference`, sums in fp32. inverse: of index and length."""
     _refuse_fp64(q_i, k_i, w, q, kv, lse)
     dq, dw = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_i, w))
     key_dtype = k_i.dtype
@@ -139,7 +142,7 @@ def indexer_kl_backward(
             teaches = (row_scale != 0) & (mass != 0)
             lines = lines._replace(end=torch.where(teaches, lines.end, 0))
             operands, saved = (q_i, k_i, w.contiguous()), (row_scale, dscore.contiguous())
-            dk = _selected_backward(operands, lines, relu, saved, (dq, dw), deterministic)
+            dk = _selected_backward(operands, lines, relu, saved, (dq, dw), deterministic, length, inverse)
     return dq, dk.to(key_dtype), dw
 
 
@@ -249,9 +252,12 @@ def _selected_backward(
     saved: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor],
     deterministic: bool,
+    length: Tensor | None,
+    inverse: Inverse | None,
 ) -> Tensor:
-    """dk [S, D] in fp32; fills grads (dq, dw). saved: row_scale, dscore."""
+    """dk [S, D] in fp32; fills grads (dq, dw). saved: row_scale, dscore. length, inverse: of the selection."""
     assert lines.index is not None
+    assert length is not None
     q_i, k_i, w = indexer
     (rows, heads, width), (slots, keys) = q_i.shape, (saved[1].shape[1], k_i.shape[0])
     dk = torch.zeros(k_i.shape, dtype=torch.float32, device=k_i.device)
@@ -278,12 +284,13 @@ def _selected_backward(
         launch(
             _slot_gradient_kernel, (block.stop - block.start,), *before, parts, block.start, ATOMIC=False, **geometry
         )
-        held = invert(lines.index[block], keys, lines.end[block])
+        held = slots_of_run(inverse, lines.index, length, block.start, block.stop - block.start, keys)
         launch(
             _slot_sum_kernel,
             (keys,),
-            *(parts, held.slot, held.offset, dk),
+            *(parts, *held, lines.end[block], dk),
             D=width,
+            K=slots,
             WIDTH=triton.next_power_of_2(width),
             SLOTS=16,
             num_warps=2,
@@ -359,19 +366,36 @@ def _slot_gradient_kernel(
     tl.store(dw + row * H + head_P, tl.sum(dw_NP, 0).to(dw.dtype.element_ty), mask=real_P)
 
 
-@triton.jit
-def _slot_sum_kernel(parts, slot, offset, dk, D: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr):
-    """Add to one key's dk [D] the parts [.., D] of its slots, in their order. slot, offset: see `Inverse`."""
+@triton.jit(do_not_specialize=["base"], do_not_specialize_on_alignment=["first", "stop", "end"])
+def _slot_sum_kernel(
+    parts,
+    slot,
+    first,
+    stop,
+    base,
+    end,
+    dk,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Add to one key's dk [D] the parts [rows, K, D] of its slots, in their order. slot, first, stop, base: see `Held`.
+
+    end: of the run's rows; a slot from there on has no part.
+    """
     key = tl.program_id(0).to(tl.int64)
     x_X = tl.arange(0, WIDTH)
-    first = tl.load(offset + key)
-    last = tl.load(offset + key + 1)
-    if first < last:
+    begin = tl.load(first + key)
+    last = tl.load(stop + key)
+    if begin < last:
         total_NX = tl.zeros([SLOTS, WIDTH], tl.float32)
-        for at in range(first, last, SLOTS):
+        for at in range(begin, last, SLOTS):
             place_N = at + tl.arange(0, SLOTS)
-            slot_N = tl.load(slot + place_N, mask=place_N < last, other=0)
-            mask_NX = (place_N < last)[:, None] & (x_X < D)[None, :]
+            held_N = place_N < last
+            slot_N = (tl.load(slot + place_N, mask=held_N, other=0) - base).to(tl.int64)
+            held_N = held_N & (slot_N % K < tl.load(end + slot_N // K, mask=held_N, other=0))
+            mask_NX = held_N[:, None] & (x_X < D)[None, :]
             total_NX += tl.load(parts + slot_N[:, None] * D + x_X[None, :], mask=mask_NX, other=0.0).to(tl.float32)
         sums_X = dk + key * D + x_X
         tl.store(sums_X, tl.load(sums_X, mask=x_X < D, other=0.0) + tl.sum(total_NX, 0), mask=x_X < D)

@@ -26,9 +26,10 @@ from dsattn.backends.triton.chunks import (
     store_chunks,
     zeros,
 )
+from dsattn.backends.triton.invert import Held, slots_of_run
 from dsattn.backends.triton.launch import launch, needs_of
 from dsattn.backends.triton.sparse_mla import ATOMIC_KEYS
-from dsattn.selection import Inverse, invert
+from dsattn.selection import Inverse
 
 # Most scratch of the deterministic backward: rows are taken in runs whose contributions to dk and dv fit.
 SCRATCH_BYTES = 2**30
@@ -252,11 +253,13 @@ def _backward_kernel(
     store_chunks(dq, row_head * C, real, _transposed(sums), C, CHUNK)
 
 
-@triton.jit(do_not_specialize_on_alignment=["offset"])
+@triton.jit(do_not_specialize=["base"], do_not_specialize_on_alignment=["first", "stop"])
 def _sum_kernel(
     contributions,
     slot,
-    offset,
+    first,
+    stop,
+    base,
     total,
     W: tl.constexpr,
     K: tl.constexpr,
@@ -266,18 +269,19 @@ def _sum_kernel(
 ):
     """Add to some columns of one key's gradient what its slots contributed, in the order of the slots.
 
-    contributions: [rows, BLOCKS, K, W], total: [S, W] fp32. slot, offset: which of the [rows, K] slots hold each key.
+    contributions: [rows, BLOCKS, K, W], total: [S, W] fp32. slot, first, stop, base: which of the [rows, K] slots hold
+    each key, see `Held`.
     """
     key = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    first = tl.load(offset + key)
-    last = tl.load(offset + key + 1)
-    if first < last:
+    begin = tl.load(first + key)
+    end = tl.load(stop + key)
+    if begin < end:
         added = tl.zeros([WIDTH], tl.float32)
-        for at in range(first, last, SLOTS):
+        for at in range(begin, end, SLOTS):
             place = at + tl.arange(0, SLOTS)
-            held = place < last
-            where = tl.load(slot + place, mask=held, other=0)
+            held = place < end
+            where = (tl.load(slot + place, mask=held, other=0) - base).to(tl.int64)
             for block in tl.static_range(BLOCKS):
                 line = (where // K * BLOCKS + block) * K + where % K
                 mask = held[:, None] & (column < W)[None, :]
@@ -324,12 +328,14 @@ def sparse_gqa_backward(
     lse: Tensor,
     scale: float,
     deterministic: bool,
+    inverse: Inverse | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv): probabilities come back from lse, dk and dv are summed in fp32.
 
     Up to ATOMIC_KEYS keys by atomics, in any order. Beyond, or `deterministic`, run of rows after run of rows: each
     writes what its slots contribute, in the operands' dtype or as `settings` ask, and these are summed by key in the
     order of the slots.
+    inverse: of index and length; where it is None, each run's is made. A row's keys are distinct.
     """
     rows, heads, width = q.shape
     num_keys, groups, value_dim, slots = k.shape[0], k.shape[1], v.shape[2], index.shape[1]
@@ -360,18 +366,17 @@ def sparse_gqa_backward(
             count = min(run, rows - first)
             rest = (*scratch, scale, first)
             launch(_backward_kernel, (count * groups * blocks,), *before, *rest, ATOMIC=False, **constants)
-            part = slice(first, first + count)
-            held = invert(index[part], num_keys, length[part])
+            held = slots_of_run(inverse, index, length, first, count, num_keys)
             for contributions, total in zip(scratch, (dk, dv), strict=True):
                 _add_by_key(contributions, held, total, slots, blocks)
     return dq, dk.to(dtypes[0]), dv.to(dtypes[1])
 
 
-def _add_by_key(contributions: Tensor, held: Inverse, total: Tensor, slots: int, blocks: int) -> None:
+def _add_by_key(contributions: Tensor, held: Held, total: Tensor, slots: int, blocks: int) -> None:
     columns = contributions.shape[-1]
     width = min(512, triton.next_power_of_2(columns))
     grid = (total.shape[0], triton.cdiv(columns, width))
-    launch(_sum_kernel, grid, contributions, held.slot, held.offset, total, columns, slots, blocks, width, 16)
+    launch(_sum_kernel, grid, contributions, *held, total, columns, slots, blocks, width, 16)
 
 
 def forward_tiles(heads: int, widths: int, dtype: torch.dtype, shared: int) -> Tiles:

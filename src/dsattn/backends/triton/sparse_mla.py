@@ -18,8 +18,9 @@ from torch import Tensor
 
 from dsattn.backends import Call, contribution_dtype, scratch_bytes, unmet
 from dsattn.backends.triton.chunks import LN_2, LOG2_E, cut, meet, shared_bytes
+from dsattn.backends.triton.invert import Held, slots_of_run
 from dsattn.backends.triton.launch import launch, needs_of
-from dsattn.selection import invert
+from dsattn.selection import Inverse
 
 # Up to this many keys dkv stays in the L2 cache, where adding to it beats writing contributions and summing them.
 ATOMIC_KEYS = 8192
@@ -369,11 +370,13 @@ def _added(sums, parts):
     return grown
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["base"], do_not_specialize_on_alignment=["first", "stop"])
 def _sum_kernel(
     contributions,
     slot,
-    offset,
+    first,
+    stop,
+    base,
     dkv,
     C: tl.constexpr,
     K: tl.constexpr,
@@ -384,22 +387,22 @@ def _sum_kernel(
 ):
     """Add to one key's dkv what its slots of a run of rows contributed, in an order that only the slots decide.
 
-    contributions: [rows, BLOCKS, K, C]; slot, offset: which of the run's [rows, K] slots hold each key, see `Inverse`.
-    SLOTS sums run side by side and meet at the end.
+    contributions: [rows, BLOCKS, K, C]; slot, first, stop, base: which of the run's [rows, K] slots hold each key, see
+    `Held`. SLOTS sums run side by side and meet at the end.
     """
     key = tl.program_id(0).to(tl.int64)
-    first = tl.load(offset + key)
-    stop = tl.load(offset + key + 1)
-    if first < stop:
+    begin = tl.load(first + key)
+    end = tl.load(stop + key)
+    if begin < end:
         sums = _zeros(SLOTS, C, C, CHUNK, REST)
         lane = tl.arange(0, SLOTS)
-        upcoming = tl.load(slot + first + lane, mask=first + lane < stop, other=0)
-        for at in range(first, stop, SLOTS):
-            where = upcoming
-            upcoming = tl.load(slot + at + SLOTS + lane, mask=at + SLOTS + lane < stop, other=0)
+        upcoming = tl.load(slot + begin + lane, mask=begin + lane < end, other=0)
+        for at in range(begin, end, SLOTS):
+            where = (upcoming - base).to(tl.int64)
+            upcoming = tl.load(slot + at + SLOTS + lane, mask=at + SLOTS + lane < end, other=0)
             for block in tl.static_range(BLOCKS):
                 line = (where // K * BLOCKS + block) * K + where % K
-                parts = _load_chunks(contributions, line, at + lane < stop, C, C, CHUNK, REST)
+                parts = _load_chunks(contributions, line, at + lane < end, C, C, CHUNK, REST)
                 sums = _added(sums, parts)
         one = key + tl.arange(0, 1)
         _store_chunks(dkv, one, one >= 0, _added(_load_chunks(dkv, one, one >= 0, C, C, CHUNK, REST), sums), C, CHUNK)
@@ -439,12 +442,14 @@ def sparse_mla_backward(
     lse: Tensor,
     scale: float,
     deterministic: bool,
+    inverse: Inverse | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dq, dkv): probabilities come back from lse, dkv is summed in fp32.
 
     Run of rows after run of rows, each within the scratch. What a slot contributes to dkv is written, in the
     operands' dtype or as `settings` ask, and summed by key in an order that the slots decide: the same bits every time.
     Up to ATOMIC_KEYS keys it is added by atomics instead, in any order, unless `deterministic`.
+    inverse: of index and length; where it is None, each run's is made. A row's keys are distinct.
     """
     rows, heads, width = q.shape
     slots, keys = index.shape[1], kv.shape[0]
@@ -485,7 +490,7 @@ def sparse_mla_backward(
                 STAGES=query_tiles.num_stages,
             )
             if not atomic:
-                _add_by_key(contributions, index[first : first + count], length[first : first + count], dkv)
+                _add_by_key(contributions, slots_of_run(inverse, index, length, first, count, keys), dkv)
     return dq, dkv.to(kv_dtype)
 
 
@@ -500,13 +505,12 @@ def _terms(grad_out: Tensor, out: Tensor, sink: Tensor | None, lse: Tensor) -> t
     return delta, denominator
 
 
-def _add_by_key(contributions: Tensor, index: Tensor, length: Tensor, dkv: Tensor) -> None:
+def _add_by_key(contributions: Tensor, held: Held, dkv: Tensor) -> None:
     """Add contributions [rows, blocks, K, C] to dkv [S, C], key by key."""
-    slots, (keys, width) = index.shape[1], dkv.shape
-    held = invert(index, keys, length)
+    _, blocks, slots, width = contributions.shape
     chunk, rest = cut(width, 512)
-    shape = {"C": width, "K": slots, "BLOCKS": contributions.shape[1], "CHUNK": chunk, "REST": rest}
-    launch(_sum_kernel, (keys,), contributions, held.slot, held.offset, dkv, **shape, SLOTS=4, num_warps=2)
+    shape = {"C": width, "K": slots, "BLOCKS": blocks, "CHUNK": chunk, "REST": rest}
+    launch(_sum_kernel, (dkv.shape[0],), contributions, *held, dkv, **shape, SLOTS=4, num_warps=2)
 
 
 def forward_tiles(heads: int, width: int, dtype: torch.dtype, shared: int) -> Tiles:
