@@ -100,6 +100,17 @@ def test_calls_are_those_that_a_model_makes(seen, attention, mode):
     assert promised == seen
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("attention", [MLA, GQA])
+def test_a_selection_that_is_shared_is_inverted(seen, attention, deterministic):
+    config = dataclasses.replace(model(attention, share_every=2, deterministic=deterministic), num_layers=2)
+    out = Decoder(config).train()(torch.randint(0, 300, (12,)), Layout.causal(12), Pass(mode="frozen"))
+    out.hidden.sum().backward()
+    calls = model_calls(config, Call(deterministic=deterministic), {"frozen"})
+    assert set(calls.items()) == seen
+    assert ("invert" in calls) == deterministic
+
+
 @pytest.mark.parametrize("mode", ["dense", "frozen"])
 @pytest.mark.parametrize(
     "indexer",

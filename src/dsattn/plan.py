@@ -80,6 +80,8 @@ def model_calls(config: ModelConfig, base: Call, modes: set[str], num_keys: int 
         calls |= _both("dense_gqa", replace(base, **_dense_sizes(config.attention_of("dense" if others else "dsa"))))
     if has_dsa and modes & {"sparse", "frozen"}:
         calls |= _selection(indexer, base, num_keys) | _both(f"sparse_{kind}", kept)
+        if config.dsa.shares and base.deterministic:
+            calls["invert"] = replace(base, dtype="int32", top_k=_width(indexer), deterministic=False)
     if has_dsa and "warmup" in modes:
         calls |= _loss(indexer, replace(base, top_k=0))
     if has_dsa and "sparse" in modes and indexer.pool_size == 1:
@@ -212,10 +214,10 @@ def _lines(backend: str, calls: dict[str, Call]) -> Iterator[str]:
 def _asked(operation: str, backend: str) -> str:
     """The name that an operation is called with where the dsa layers ask for `backend`.
 
-    Gates, routers and linear attention do not take it, and a composed operation hands a name that is not its own to its
-    parts.
+    Gates, routers, inverses and linear attention do not take it, and a composed operation hands a name that is not its
+    own to its parts.
     """
-    if backend == "auto" or operation.startswith(("output_gate", "select_topk", "kda")):
+    if backend == "auto" or operation.startswith(("output_gate", "select_topk", "kda", "invert")):
         return "auto"
     handed = operation.startswith("dsa_attention") and all(row.name != backend for row in TABLE[operation])
     return "composed" if handed else backend

@@ -53,6 +53,7 @@ MODELS = {
     ),
     "experts": dataclasses.replace(WIDE, moe=MOE),
     "mtp": dataclasses.replace(WIDE, mtp=MTPConfig(depths=2)),
+    "shared": dataclasses.replace(WIDE, dsa=dataclasses.replace(WIDE.dsa, share_every=2, deterministic=True)),
 }
 PEAKS = [
     ("mla", "dense", "none", "float32"),
@@ -64,6 +65,8 @@ PEAKS = [
     ("gqa", "sparse", "none", "float32"),
     ("experts", "sparse", "full", "float32"),
     ("mtp", "dense", "none", "float32"),
+    ("shared", "sparse", "none", "float32"),
+    ("shared", "frozen", "full", "float32"),
 ]
 TOKENS = 768
 

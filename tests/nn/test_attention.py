@@ -1,6 +1,7 @@
 """What holds for MLA and GQA alike: modes, who learns from what, documents, padding, recompute, compile."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +14,16 @@ from dsattn.nn import GQASelfAttention, MLASelfAttention, gqa, linear_attention,
 from dsattn.nn.attention import SelfAttention
 from dsattn.nn.state import Handed, LayerCache, Pass
 from dsattn.ops import indexer_kl, output_gate
+from dsattn.selection import invert
 
 MODEL, ROWS, TOP_K = 16, 24, 5
 MODES = ("dense", "warmup", "sparse", "frozen")
 
 
-def attention(kind: str, role: str = "selects", relu: bool = True) -> SelfAttention:
+def attention(kind: str, role: str = "selects", relu: bool = True, **dsa: Any) -> SelfAttention:
     source = "hidden" if kind == "gqa" else "q_latent"
     indexer = IndexerConfig(heads=2, head_dim=8, top_k=TOP_K, query_from=source, rope_dim=4, relu=relu)
-    options = {"dsa": DSAConfig(indexer=indexer), "role": role, "layer_index": 3}
+    options = {"dsa": DSAConfig(indexer=indexer, **dsa), "role": role, "layer_index": 3}
     if kind == "gqa":
         made = GQASelfAttention(MODEL, GQAConfig(heads=4, kv_heads=2, head_dim=8, rope_dim=4, sink=True), **options)
     else:
@@ -191,6 +193,31 @@ def test_a_sharing_layer_uses_the_selection_it_is_handed(kind):
     assert out.kl is None
     recent = source(hidden.flip(0), layout).selection
     assert (sharing(hidden, layout, selection=recent).hidden - out.hidden).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("mode", ["sparse", "frozen"])
+def test_a_selection_that_is_shared_carries_its_inverse(kind, mode):
+    """Where gradients are deterministic; it changes none."""
+    hidden, layout, found = torch.randn(ROWS, MODEL), Layout.packed([10, 13], total=ROWS), []
+    for every in (1, 2):
+        torch.manual_seed(0)
+        source = attention(kind, deterministic=True, share_every=every)
+        sharing = attention(kind, role="shares", deterministic=True, share_every=every)
+        first = source(hidden, layout, Pass(mode=mode))
+        second = sharing(hidden, layout, Pass(mode=mode), selection=first.selection)
+        (first.hidden + second.hidden).square().sum().backward()
+        found.append(gradients(source) | {f"shares.{name}": grad for name, grad in gradients(sharing).items()})
+        inverse = first.selection.inverse_of(ROWS)
+        assert (inverse is not None) == (every == 2)
+        if inverse is not None:
+            expected = invert(first.selection.index, first.selection.length, ROWS)
+            assert all(got.equal(one) for got, one in zip(inverse, expected, strict=True))
+        with torch.no_grad():
+            assert source(hidden, layout, Pass(mode=mode)).selection.inverse is None
+    assert found[0].keys() == found[1].keys()
+    assert all(grad.equal(found[1][name]) for name, grad in found[0].items())
+    any_order = attention(kind, deterministic=False, share_every=2)
+    assert any_order(hidden, layout, Pass(mode=mode)).selection.inverse is None
 
 
 @pytest.mark.parametrize("mode", ["warmup", "sparse"])

@@ -202,6 +202,20 @@ def test_a_replay_selects_nothing_and_repeats_no_loss(name: str, policy: Recompu
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_a_replay_inverts_no_selection(policy: Recompute) -> None:
+    """One that is shared was inverted where it was made, in the first pass, for its own and the later layer."""
+    model = new_model(MODELS["sharing"], "sparse")
+    with Calls() as calls:
+        loss_of(model, Checkpoints(policy), "sparse")
+    assert calls.count["invert"] == calls.count["select_keys"] == 2
+    calls, _ = replayed(MODELS["sharing"], "sparse", Checkpoints(policy))
+    assert calls["invert"] == 0
+    assert calls["sparse_mla_backward"] == 4
+    calls, _ = replayed(MODELS["sharing"], "sparse", Checkpoints(policy, reuse_selection=False))
+    assert calls["invert"] == 2, "negative control: without reuse it does"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("config", [PLAIN, POOLED], ids=["keys", "pools"])
 def test_a_fixed_indexer_does_not_run_again(config: ModelConfig, policy: Recompute) -> None:
     selecting = {"select_keys", "pool_keys", "expand_pools"}

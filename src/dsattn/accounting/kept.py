@@ -62,9 +62,15 @@ class Kept:
     def sparse(self) -> bool:
         return self.layer.role != "dense" and self.mode in ("sparse", "frozen")
 
+    @property
+    def has_inverse(self) -> bool:
+        """Whether the selection that it attends by carries its inverse: see `ops.invert.to_share`."""
+        return self.sparse and self.config.dsa.shares and self.config.dsa.deterministic is True
+
     def everything(self) -> dict[str, int]:
         """By part, without recompute."""
-        parts = {"selection": self.selection(), "indexer": self.indexer(), "indexer loss": self.loss()}
+        parts = {"selection": self.selection(), "inverse": self.inverse()}
+        parts |= {"indexer": self.indexer(), "indexer loss": self.loss()}
         return parts | self.of_attention() | self.of_mlp() if self.backbone_learns else parts
 
     def of_attention(self) -> dict[str, int]:
@@ -86,7 +92,7 @@ class Kept:
         entered = self._shard(self.stream * self.config.hidden_size) if self.runs_again else 0
         parts = {"residual stream": entered}
         if self.reuse or self.config.dsa.shares:  # layers that share it have it from here
-            parts["selection"] = self.selection()
+            parts |= {"selection": self.selection(), "inverse": self.inverse()}
         if self.reuse:
             parts["indexer loss"] = self.loss_found()
         if self.layer.experts and self.backbone_learns and self.config.moe is not None:
@@ -167,11 +173,15 @@ class Kept:
 
     def selection(self) -> int:
         """Indices and a length, where this layer selects."""
-        if self.layer.role != "selects" or not self.sparse:
-            return 0
+        return _ROW * (self._slots() + 1) if self.layer.role == "selects" and self.sparse else 0
+
+    def inverse(self) -> int:
+        """Slots by key, and where each key begins, where this layer selects for others too."""
+        return _ROW * (self._slots() + self.keys) if self.layer.role == "selects" and self.has_inverse else 0
+
+    def _slots(self) -> int:
         indexer = self.config.dsa.indexer
-        slots = indexer.top_k + (indexer.pool_size - 1 if indexer.pool_size > 1 and indexer.pool_tail else 0)
-        return _ROW * (slots + 1)
+        return indexer.top_k + (indexer.pool_size - 1 if indexer.pool_size > 1 and indexer.pool_tail else 0)
 
     def indexer(self) -> int:
         """Inputs of its linear layers that attention does not keep, its key norm, its RoPE, and its q, k and w."""

@@ -14,6 +14,7 @@ from dsattn.config import GQAConfig
 
 CPU_BLOCK = 2**24  # `ops.blocks`
 CPU_TILE_ROWS, CPU_SCORE = 128, 32  # `ops.indexer`, `ops.select`: rows scored at a time, bytes a score
+CPU_SORTED = 20  # bytes of a slot while slots are sorted by key
 HOPPER_WIDTHS, HOPPER_VALUE_WIDTH, HOPPER_HEADS = (512, 576), 512, 64  # its kernels of sparse MLA; heads of a block
 HOPPER_TILE = 64  # slots
 CONTRIBUTIONS_FROM = 40960  # keys; below, sparse MLA's backward on Hopper adds by atomics unless `deterministic`
@@ -33,7 +34,7 @@ def logits(vocab_size: int, rows: int) -> int:
 
 
 def selection(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
-    """Scores of a block of rows."""
+    """Scores of a block of rows; then, where layers share what was selected, what its inverse is made from."""
     if one.layer.role != "selects" or not one.sparse:
         return 0
     rows = here.rows // here.indexer_shards
@@ -41,7 +42,11 @@ def selection(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
         rows, size = min(rows, CPU_TILE_ROWS), CPU_SCORE
     else:
         size = FP32
-    return min(one.config.dsa.block_bytes, size * rows * here.keys // one.config.dsa.indexer.pool_size)
+    scores = min(one.config.dsa.block_bytes, size * rows * here.keys // one.config.dsa.indexer.pool_size)
+    if not one.inverse():
+        return scores
+    sorting = CPU_SORTED * here.rows * one.config.dsa.indexer.top_k
+    return max(scores, sorting if device == "cpu" else _records(here, here.rows))
 
 
 def probabilities(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
@@ -140,11 +145,13 @@ def indexer_loss(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
         return sums
     part = _contribution(one.itemsize) * indexer.head_dim
     run = min(rows, max(1, scratch_bytes(TARGET) // (part * indexer.top_k)))
-    return sums + run * indexer.top_k * part + inverted(one, here, run)
+    sums += run * indexer.top_k * part
+    if one.has_inverse and here.indexer_shards == 1:
+        return sums
+    return sums + FP32 * run * indexer.top_k + _records(here, run)  # the run's own inverse, and what it is made from
 
 
-def inverted(one: Kept, here: Place, rows: int) -> int:
-    """The inverse of `rows` rows of a selection, and what it is made from."""
+def _records(here: Place, rows: int) -> int:
+    """What an inverse of `rows` rows of a selection is made from."""
     group = RECORD * here.keys
-    groups = min(-(-rows // RECORD_ROWS), max(1, scratch_bytes(RECORDS) // group))
-    return FP32 * rows * one.config.dsa.indexer.top_k + groups * group
+    return group * min(-(-rows // RECORD_ROWS), max(1, scratch_bytes(RECORDS) // group))

@@ -26,6 +26,7 @@ from dsattn.nn.linear import local
 from dsattn.nn.state import AttentionOutput, Handed, LayerCache, Observation, Pass, Turn
 from dsattn.ops import indexer_kl, select_keys
 from dsattn.ops.dsa import shares_work
+from dsattn.ops.invert import to_share
 from dsattn.selection import Selection
 
 Role = Literal["selects", "shares", "dense"]
@@ -197,13 +198,19 @@ class SelfAttention(nn.Module):
             )
 
     def _select(self, index: IndexerOutput | None, turn: Turn) -> Selection:
-        dsa, ranks = self.dsa, turn.run.together
+        """The selection of the rows that heads read, made ready for the layers that may share it."""
+        selection, dsa = turn.run.together.selected(self._selected(index, turn), turn.rows), self.dsa
+        return to_share(selection, turn.rows.num_keys, deterministic=dsa.deterministic) if dsa.shares else selection
+
+    def _selected(self, index: IndexerOutput | None, turn: Turn) -> Selection:
+        """The selection of the rows that the indexer has queries of."""
+        dsa = self.dsa
         assert index is not None, "only a replay has none, and it does not select"
         layout = turn.index_rows
         if self.indexer is not None and dsa.indexer.pool_size > 1:
             options = {"precision": dsa.precision, "block_bytes": dsa.block_bytes, "backend": dsa.backend}
-            return ranks.selected(self.indexer.select_pools(index, layout, **options), turn.rows)
-        selection = select_keys(
+            return self.indexer.select_pools(index, layout, **options)
+        return select_keys(
             *index,
             layout.keys,
             dsa.indexer.top_k,
@@ -212,7 +219,6 @@ class SelfAttention(nn.Module):
             block_bytes=dsa.block_bytes,
             backend=dsa.backend,
         )
-        return ranks.selected(selection, turn.rows)
 
     def _kl(
         self,

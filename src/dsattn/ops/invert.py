@@ -6,11 +6,12 @@
 Letters: T query rows, S keys, K kept keys.
 """
 
+import torch
 from torch import Tensor
 
-from dsattn.backends import Call, choose
+from dsattn.backends import Call, choose, resolve_deterministic
 from dsattn.ops.first_use import serve
-from dsattn.selection import Inverse, Selection, invert, inverted
+from dsattn.selection import MOST_SLOTS, Inverse, Selection, invert, inverted
 
 
 @inverted.register_kernel(("cpu", "cuda"))
@@ -18,6 +19,16 @@ def _(index: Tensor, length: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     choice = choose("invert", Call.of(index, num_keys, top_k=index.shape[1]))
     slot, offset = serve("invert", choice, invert)(index, length, num_keys)
     return slot, offset
+
+
+def to_share(selection: Selection, num_keys: int, *, deterministic: bool | None) -> Selection:
+    """A selection that several layers will attend by: with its inverse, where their backwards sum key by key.
+
+    That is with gradients on and where they are `deterministic`; None asks `dsattn.settings` and torch's switch. Others
+    add in any order wherever that is faster. A selection of too many slots stays as it is.
+    """
+    sums = torch.is_grad_enabled() and resolve_deterministic(deterministic)
+    return selection.with_inverse(num_keys) if sums and selection.index.numel() <= MOST_SLOTS else selection
 
 
 def fields(selection: Selection | None, num_keys: int) -> tuple[Tensor | None, Tensor | None]:
