@@ -142,6 +142,7 @@ def wrong_arrows(path: str, source: str) -> Iterator[str]:
         shared = own in KERNEL_FOLDERS and module.startswith("dsattn.backends.triton.launch")
         portable = ("dsattn.backends.triton.select", "dsattn.backends.triton.quantize")
         shared |= path == "backends/hopper/select.py" and module in portable  # ranks and rounds alike
+        shared |= path == "backends/hopper/sparse_mla.py" and module == "dsattn.backends.triton.invert"  # sorts alike
         shared |= module == "dsattn.backends.vendors"  # what adapters share
         if target == "backends" and len(parts) > 2 and not free and not shared:
             yield f"{path}:{line}: {module} is reached through dsattn.backends, never by name"
@@ -235,6 +236,7 @@ def test_source_keeps(rule: Rule) -> None:
         (wrong_arrows, "backends/cudnn.py", "from dsattn.ops import select_keys"),
         (wrong_arrows, "backends/cudnn.py", "from dsattn.backends.triton import tiles"),
         (wrong_arrows, "backends/hopper/x.py", "from dsattn.backends.triton.select import select_keys"),
+        (wrong_arrows, "backends/hopper/x.py", "from dsattn.backends.triton.invert import invert"),
         (wrong_arrows, "new_drawer.py", ""),
         (wrong_vendors, "nn/x.py", "def f():\n    import triton"),
         (wrong_vendors, "backends/flash_mla.py", "import flash_mla"),
@@ -270,6 +272,7 @@ def test_rule_sees_a_breach(rule: Rule, path: str, source: str) -> None:
             "from dsattn.backends.triton import tiles\nfrom dsattn.backends import Call",
         ),
         (wrong_arrows, "backends/hopper/x.py", "from dsattn.backends.triton.launch import launch"),
+        (wrong_arrows, "backends/hopper/sparse_mla.py", "from dsattn.backends.triton.invert import places_of_run"),
         (wrong_arrows, "bench/x.py", "from dsattn.backends import cudnn"),
         (wrong_vendors, "backends/triton/x.py", "import triton.language as tl"),
         (wrong_vendors, TOKENIZER, "def f():\n    import transformers"),

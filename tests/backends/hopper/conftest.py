@@ -73,15 +73,15 @@ class Compiled(NamedTuple):
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Kernels are noted here and not started: wrappers can be called with tensors on the CPU."""
     from dsattn.backends.hopper import dsa_attention, select, sparse_mla, sparse_mla_reduce
+    from dsattn.backends.triton import invert, select_scores
     from dsattn.backends.triton import select as portable
-    from dsattn.backends.triton import select_scores
 
     noted: list[Launch] = []
 
     def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         noted.append(Launch(kernel, grid, arguments, constants))
 
-    for module in (dsa_attention, portable, select, select_scores, sparse_mla, sparse_mla_reduce):
+    for module in (dsa_attention, invert, portable, select, select_scores, sparse_mla, sparse_mla_reduce):
         monkeypatch.setattr(module, "launch", note)
     return noted
 

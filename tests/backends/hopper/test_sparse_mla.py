@@ -9,7 +9,7 @@ from torch import Tensor
 from dsattn.backends import Call, settings
 from dsattn.errors import BackendUnavailable
 from dsattn.keys import Layout
-from dsattn.selection import Selection
+from dsattn.selection import Selection, invert
 from dsattn.testing import Case, Sizes, error_budget, make_case, naive_attention, random_selection, tensor_similarity
 
 pytest.importorskip("triton")
@@ -139,6 +139,22 @@ def test_the_route_follows_from_keys_and_determinism(
     assert [launch.kernel.__name__ for launch in launches] == (atomics if atomic else contributions)
     (launch,) = (launch for launch in launches if launch.kernel.__name__ == "backward_kernel")
     assert launch.constants["ATOMIC"] == atomic
+
+
+def test_an_inverse_spares_the_sort(launches: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one run of rows; of several each finds its piece."""
+    from dsattn.backends.hopper import sparse_mla
+
+    q, out = torch.zeros(3, 3, 512, dtype=torch.bfloat16), torch.zeros(3, 3, 512, dtype=torch.bfloat16)
+    index = torch.tensor([[0, 2], [1, 2], [3, -1]], dtype=torch.int32)
+    length = torch.tensor([2, 2, 1], dtype=torch.int32)
+    operands = (out, q, q.new_zeros(4, 512), index, length, None, out, torch.zeros(3, 3), 1.0, True)
+    for most, pieces in ((3, []), (2, ["_bounds_kernel"])):
+        launches.clear()
+        monkeypatch.setattr(sparse_mla, "rows_of_run", lambda *_, most=most: most)
+        sparse_mla.sparse_mla_backward(*operands, invert(index, length, 4))
+        a_run = [*pieces, "_line_kernel", "backward_kernel", "_contributions_kernel"]
+        assert [launch.kernel.__name__ for launch in launches] == a_run * -(-3 // most)
 
 
 @pytest.mark.parametrize(

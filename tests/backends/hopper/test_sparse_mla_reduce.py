@@ -1,4 +1,4 @@
-"""What stands around the Hopper backward, in plain Triton: in the interpreter without a GPU, else on it."""
+"""What stands behind the Hopper backward, in plain Triton: in the interpreter without a GPU, else on it."""
 
 import itertools
 import re
@@ -10,92 +10,14 @@ import torch
 from torch import Tensor
 
 from dsattn import settings
-from dsattn.testing import random_selection
+from dsattn.selection import invert
 
 pytest.importorskip("triton")
 NAN = float("nan")
 
 
 def test_in_the_interpreter(interpret: Callable[[str], int]) -> None:
-    assert interpret(__file__) >= 20
-
-
-def random_index(rows: int, slots: int, keys: int, device: str) -> tuple[Tensor, Tensor]:
-    """(index, length): distinct keys, holes, poison past the length, an empty row, a full row."""
-    order = torch.rand(rows, max(keys, slots)).argsort(1)[:, :slots]
-    index = torch.where(order < keys, order, -1).sort(1).values.to(torch.int32)
-    index[::3, ::2] = -1
-    length = torch.randint(0, slots + 1, (rows,), dtype=torch.int32)
-    length[:1], length[1:2], length[-1:] = 0, slots, slots + 5
-    index[torch.arange(slots) >= length[:, None]] = 2**31 - 1
-    return index.to(device), length.to(device)
-
-
-def brute_force_places(index: Tensor, length: Tensor, first: int, rows: int, keys: int) -> tuple[Tensor, list[int]]:
-    line = torch.full((rows, index.shape[1]), -1, dtype=torch.int32)
-    held = [[] for _ in range(keys)]
-    for row, slot in itertools.product(range(rows), range(index.shape[1])):
-        if slot < length[first + row] and index[first + row, slot] >= 0:
-            held[index[first + row, slot]].append((row, slot))
-    for place, at in enumerate(itertools.chain(*held)):
-        line[at] = place
-    return line, [0, *itertools.accumulate(map(len, held))]
-
-
-@pytest.mark.parametrize(
-    ("rows", "slots", "keys", "first", "run"),
-    [
-        (5, 7, 9, 0, 5),
-        (70, 5, 8, 0, 70),  # words of 32 rows, the last not full
-        (70, 33, 200, 3, 64),  # a run that starts and ends between words
-        (40, 4, 1, 8, 32),  # one key: its bit is the sign
-        (3, 1100, 1200, 1, 1),  # rows in two programs
-        (6, 3, 70, 0, 6),  # keys in two programs
-        (2, 5, 4, 0, 2),
-    ],
-)
-def test_places(device: str, rows: int, slots: int, keys: int, first: int, run: int) -> None:
-    from dsattn.backends.hopper.sparse_mla_reduce import place
-
-    index, length = random_index(rows, slots, keys, device)
-    line, start = brute_force_places(index.cpu(), length.cpu(), first, run, keys)
-    got = place(index, length, first, run, keys)
-    assert got.line.cpu().equal(line)
-    assert got.start.tolist() == start
-
-
-def test_places_of_more_words_than_a_step_takes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsattn.backends.hopper import sparse_mla_reduce
-
-    monkeypatch.setattr(sparse_mla_reduce, "WORDS", 2)
-    index, length = random_index(150, 2, 3, device)
-    line, start = brute_force_places(index.cpu(), length.cpu(), 0, 150, 3)
-    got = sparse_mla_reduce.place(index, length, 0, 150, 3)
-    assert got.line.cpu().equal(line)
-    assert got.start.tolist() == start
-
-
-def test_places_of_empty_rows(device: str) -> None:
-    from dsattn.backends.hopper.sparse_mla_reduce import place
-
-    index = torch.full((4, 3), -1, dtype=torch.int32, device=device)
-    got = place(index, torch.full((4,), 3, dtype=torch.int32, device=device), 0, 4, 6)
-    assert (got.line == -1).all()
-    assert not got.start.any()
-
-
-def test_places_equal_the_inverse_of_the_selection(device: str) -> None:
-    """The library's own key-to-slots index says the same, slot by slot."""
-    from dsattn.backends.hopper.sparse_mla_reduce import place
-    from dsattn.keys import Layout
-
-    layout = Layout.packed([30, 1, 14]).to(device)
-    selection = random_selection(layout.keys, 45, 6).with_inverse(45)
-    got = place(selection.index, selection.length, 0, 45, 45)
-    assert selection.inverse is not None
-    assert got.start.long().equal(selection.inverse.offset)
-    live = selection.inverse.slot[: int(got.start[-1])]
-    assert got.line.flatten()[live].tolist() == list(range(len(live)))
+    assert interpret(__file__) >= 12
 
 
 def register_order(channels: Tensor, vector: int) -> Tensor:
@@ -175,11 +97,13 @@ def test_compiles_for_hopper(launches: list, assemble: Callable[[Any], Any]) -> 
     index, sink = torch.zeros(2, 2048, dtype=torch.int32), torch.zeros(64)
     for keys, deterministic, fp32 in ((64, False, False), *itertools.product((64, 32768), (True,), (False, True))):
         operands = (out, q, q.new_zeros(keys, 576), index, index[:, 0], sink, out, torch.zeros(2, 64), 0.1)
+        inverse = invert(index, index[:, 0], keys)
         with settings(fp32_contributions=fp32):
             sparse_mla_backward(*operands, deterministic)
+            sparse_mla_backward(*operands, deterministic, inverse)
     others = [launch for launch in launches if launch.kernel is not backward_kernel]
     forms = {str((launch.kernel.__name__, launch.constants)): launch for launch in others}
-    assert len(forms) == 8
+    assert len(forms) == 9
     for launch in forms.values():
         got = assemble(launch)
         name = launch.kernel.__name__

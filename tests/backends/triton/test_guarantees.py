@@ -117,7 +117,7 @@ def _invert(x: Operands) -> None:
     with settings(scratch_bytes=1):
         module.invert(x.index, x.length, x.num_keys)
     for first in range(0, x.rows, 7):
-        module.slots_of_run(whole, x.index, x.length, first, min(7, x.rows - first), x.num_keys)
+        module.places_of_run(whole, x.index, x.length.contiguous(), first, min(7, x.rows - first), x.num_keys)
 
 
 def _sparse_gqa(x: Operands) -> None:

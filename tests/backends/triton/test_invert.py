@@ -102,9 +102,10 @@ def test_refuses_what_int32_cannot_name() -> None:
 def test_places(device: str, rows: int, slots: int, keys: int, first: int, run: int) -> None:
     index, length = random_index(rows, slots, keys, device)
     line, start = brute_force_places(index.cpu(), length.cpu(), first, run, keys)
-    got = invert.place(index, length, first, run, keys)
-    assert got.line.cpu().equal(line)
-    assert got.start.tolist() == start
+    for inverse in (None, sorting(index, length, keys)):
+        got = invert.places_of_run(inverse, index, length, first, run, keys)
+        assert got.line.cpu().equal(line)
+        assert got.start.tolist() == start
 
 
 def test_more_groups_than_a_step_counts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Sparse absorbed MLA on Hopper: what a call must be like, and how the kernels are started.
 
-The kernels are in `sparse_mla_forward` and `sparse_mla_backward`; what stands around the backward in
+The kernels are in `sparse_mla_forward` and `sparse_mla_backward`; what stands behind the backward in
 `sparse_mla_reduce`. They are imported when they are first needed: Gluon changes from one Triton to the next.
 Letters: T query rows, S keys, H heads, C latent width, V value width, K kept keys.
 """
@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from dsattn.backends import Call, contribution_dtype, scratch_bytes, unmet
+from dsattn.backends.triton.invert import places_of_run
 from dsattn.backends.triton.launch import launch
 from dsattn.backends.vendors import positive_scale
 from dsattn.errors import BackendUnavailable
@@ -105,7 +106,8 @@ def sparse_mla_backward(
 
     Fewer than CONTRIBUTIONS_FROM keys: by atomics, in any order. More, or `deterministic`: run of rows after run of
     rows writes what its slots contribute, in bf16 or as `settings` ask, and these are summed by key in the order of
-    rows. A row's keys are distinct, as a Selection promises. Raises BackendUnavailable where kv is not bf16.
+    rows. inverse: of index and length; where it is None, each run's slots are sorted. A row's keys are distinct, as a
+    Selection promises. Raises BackendUnavailable where kv is not bf16.
     """
     from dsattn.backends.hopper import sparse_mla_reduce as reduce
     from dsattn.backends.hopper.sparse_mla_backward import backward_kernel
@@ -139,7 +141,7 @@ def sparse_mla_backward(
             total = torch.empty(keys if most < rows else 0, width, dtype=torch.float32, device=kv.device)
             for first in range(0, rows, most):
                 count = min(most, rows - first)
-                places = reduce.place(index, length, first, count, keys)
+                places = places_of_run(inverse, index, length, first, count, keys)
                 run(first, count, places.line, buffer)
                 reduce.add_contributions(buffer, places.start, total, dkv, first == 0, first + count == rows)
     return dq if sign == 1 else dq.mul_(sign), dkv
@@ -156,9 +158,9 @@ def by_atomics(keys: int, deterministic: bool) -> bool:
 
 
 def rows_of_run(rows: int, heads: int, width: int, slots: int, keys: int, itemsize: int) -> int:
-    """Rows whose contributions, with the words that place them, fit into the scratch; at least one.
+    """Rows whose contributions, with their lines and at most a quarter of a byte a key, fit into the scratch.
 
-    An int32 names each contribution, however much scratch there is.
+    At least one. An int32 names each contribution, however much scratch there is.
     """
     a_row = slots * (itemsize * width * blocks_of_heads(heads) + 4) + -(-keys // 4)
     return min(rows, max(1, min(scratch_bytes() // a_row, (2**31 - 1) // slots)))

@@ -8,7 +8,7 @@ Three groups of four warps share 230 KB of shared memory: q and grad_out of the 
              dk = P^T grad_out + dS^T q, 64 channels at a time, and its way out
 
 Gradients of keys leave in one of two ways: fp32 additions to [S, C], in any order, or contributions in bf16 or fp32,
-each written to the line that `sparse_mla_reduce` assigned to it. Four fp32 or eight bf16 channels that are neighbours
+each written to the line that `triton.invert` assigned to it. Four fp32 or eight bf16 channels that are neighbours
 in a thread's registers become neighbours in memory, so that they leave in 16 bytes: both buffers are in *register
 order*, see there.
 
