@@ -46,7 +46,7 @@ BENCHMARKS = {  # lines of one name share a process, so that peers compile their
 }
 SMALL = (
     "train small --data.pack-tokens 32768 --train.packs-per-step 1 --train.stages.0.steps 6 --train.stages.1.steps 4 "
-    "--train.stages.2.steps 6 --train.eval-packs 1"
+    "--train.stages.2.steps 6 --train.eval-packs 1 --train.log-every 1"
 )
 WARM_UP_SECONDS = 200
 

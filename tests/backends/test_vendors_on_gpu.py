@@ -23,7 +23,10 @@ from dsattn.ops.sparse_mla import backward_reference, forward_reference
 from dsattn.selection import Selection
 from dsattn.testing import SCORES, hostile_scores
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),  # of what tilelang imports
+]
 GPU, SLOTS, LIMIT = "cuda", 128, 3e-2
 LAYOUTS = {
     "causal": Layout.causal(251),

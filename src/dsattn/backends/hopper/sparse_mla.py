@@ -106,8 +106,8 @@ def sparse_mla_backward(
 
     Fewer than CONTRIBUTIONS_FROM keys: by atomics, in any order. More, or `deterministic`: run of rows after run of
     rows writes what its slots contribute, in bf16 or as `settings` ask, and these are summed by key in the order of
-    rows. inverse: of index and length; where it is None, each run's slots are sorted. A row's keys are distinct, as a
-    Selection promises. Raises BackendUnavailable where kv is not bf16.
+    rows. inverse: not read; each run sorts its own slots, which is as fast (docs/decisions/008). A row's keys are
+    distinct, as a Selection promises. Raises BackendUnavailable where kv is not bf16.
     """
     from dsattn.backends.hopper import sparse_mla_reduce as reduce
     from dsattn.backends.hopper.sparse_mla_backward import backward_kernel
@@ -141,7 +141,7 @@ def sparse_mla_backward(
             total = torch.empty(keys if most < rows else 0, width, dtype=torch.float32, device=kv.device)
             for first in range(0, rows, most):
                 count = min(most, rows - first)
-                places = places_of_run(inverse, index, length, first, count, keys)
+                places = places_of_run(index, length, first, count, keys)
                 run(first, count, places.line, buffer)
                 reduce.add_contributions(buffer, places.start, total, dkv, first == 0, first + count == rows)
     return dq if sign == 1 else dq.mul_(sign), dkv

@@ -82,15 +82,11 @@ def invert(index: Tensor, length: Tensor, num_keys: int) -> Inverse:
     return Inverse(slot, offset)
 
 
-def places_of_run(
-    inverse: Inverse | None, index: Tensor, length: Tensor, first_row: int, rows: int, num_keys: int
-) -> Places:
-    """Lines for the slots of `rows` rows from first_row on.
+def places_of_run(index: Tensor, length: Tensor, first_row: int, rows: int, num_keys: int) -> Places:
+    """Lines for the slots of `rows` rows from first_row on, which takes the records of all these rows.
 
-    index: [T, K] int32, length: [T] int32, contiguous. Without their inverse it takes the records of all these rows.
+    index: [T, K] int32, length: [T] int32, contiguous.
     """
-    if inverse is not None:
-        return _lines(slots_of_run(inverse, index, length, first_row, rows, num_keys), rows, index.shape[1])
     record, count = _records(index, length, first_row, rows, num_keys)
     start = count.cumsum(0, dtype=torch.int32)
     line = torch.empty(rows, index.shape[1], dtype=torch.int32, device=index.device)
@@ -119,15 +115,6 @@ def slots_of_run(
     grid = (triton.cdiv(num_keys, 128), 2)
     launch(_bounds_kernel, grid, slot, offset, bounds, *ends, num_keys, KEYS=128, num_warps=4)
     return Held(slot, bounds[0], bounds[1], base)
-
-
-def _lines(held: Held, rows: int, slots: int) -> Places:
-    num_keys = held.first.shape[0]
-    line = torch.full((rows, slots), -1, dtype=torch.int32, device=held.slot.device)
-    start = torch.zeros(num_keys + 1, dtype=torch.int32, device=line.device)
-    torch.cumsum(held.stop - held.first, 0, dtype=torch.int32, out=start[1:])
-    launch(_line_kernel, (num_keys,), *held, start, line, SLOTS=32, num_warps=1)
-    return Places(line, start)
 
 
 def _records(index: Tensor, length: Tensor, first_row: int, rows: int, num_keys: int) -> tuple[Tensor, Tensor]:
@@ -281,16 +268,3 @@ def _bounds_kernel(slot, offset, bounds, first_slot, stop_slot, steps, num_keys,
         high = tl.where(before, high, middle)
         low = tl.where(before, middle + 1, low)
     tl.store(bounds + tl.program_id(1) * num_keys + key, low, mask=real)
-
-
-@triton.jit(do_not_specialize=["base"], do_not_specialize_on_alignment=["first", "stop"])
-def _line_kernel(slot, first, stop, base, start, line, SLOTS: tl.constexpr):
-    """Give one key's slots their lines. slot, first, stop, base: see `Held`; line: [R * K]."""
-    key = tl.program_id(0)
-    begin = tl.load(first + key)
-    end = tl.load(stop + key)
-    place = tl.load(start + key)
-    for at in range(begin, end, SLOTS):
-        lane = at + tl.arange(0, SLOTS)
-        where = tl.load(slot + lane, mask=lane < end, other=0) - base
-        tl.store(line + where, place + lane - begin, mask=lane < end)
