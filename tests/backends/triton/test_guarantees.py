@@ -117,9 +117,7 @@ def _invert(x: Operands) -> None:
     with settings(scratch_bytes=1):
         module.invert(x.index, x.length, x.num_keys)
     for first in range(0, x.rows, 7):
-        part = (x.index, x.length.contiguous(), first, min(7, x.rows - first), x.num_keys)
-        module.slots_of_run(whole, *part)
-        module.places_of_run(*part)
+        module.slots_of_run(whole, x.index, x.length.contiguous(), first, min(7, x.rows - first), x.num_keys)
 
 
 def _sparse_gqa(x: Operands) -> None:
