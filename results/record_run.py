@@ -43,6 +43,8 @@ def record(run: Path, commit: str, dirty: bool) -> dict[str, Any]:
     stages = []
     for index, stage in enumerate(config["train"]["stages"]):
         logged = [event for event in events if event["stage"] == index]
+        if len(logged) < 2:
+            raise SystemExit(f"{run}: stage {index} logged {len(logged)} steps, two are needed: --train.log-every 1")
         ms = [1000 * tokens / event["tokens_per_second"] for event in logged[1:]]
         stages.append(
             {

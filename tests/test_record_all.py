@@ -11,6 +11,7 @@ import pytest
 from dsattn.bench.run import BENCHMARKS, family
 from dsattn.cli import bench
 from dsattn.cli.arguments import parse
+from dsattn.cli.train import read_config
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -37,6 +38,12 @@ def test_its_steps_name_what_exists(script: Any, tmp_path: Path) -> None:
             assert all(Path(word).exists() for word in command if "/tests/" in word), step
             assert command[1] in ("dsattn.cli", "pytest") or "abc" in command, step
             assert command[0] != "-m" or importlib.util.find_spec(f"{command[1]}.__main__"), "python -m can start it"
+
+
+def test_its_training_logs_what_a_record_needs(script: Any) -> None:
+    _, config = read_config(script.SMALL.split()[1:], processes=1)
+    assert config.data.pack_tokens == 32768
+    assert all(stage.steps >= 2 * config.train.log_every for stage in config.train.stages)
 
 
 def test_one_that_fails_or_is_late_costs_no_other_its_turn(
