@@ -18,6 +18,7 @@ MODELS = {
         WIDE, moe=MoEConfig(experts=8, experts_per_token=2, intermediate_size=128, first_dense_layers=1)
     ),
     "mtp": dataclasses.replace(WIDE, mtp=MTPConfig(depths=2)),
+    "repeated": dataclasses.replace(WIDE, mtp=MTPConfig(depths=2, repeated=True)),
     "tied": dataclasses.replace(WIDE, tie_embeddings=True),
 }
 
@@ -58,6 +59,19 @@ def test_tp_splits_heads_and_widths_and_ep_experts():
     assert accounting.learning(one, "warmup").whole == one.indexer
     assert accounting.learning(one, "dense").whole == one.whole - one.indexer
     assert accounting.learning(one, "sparse") == one
+
+
+def test_what_joins_a_depth_is_of_its_layer():
+    """eh_proj and three norms, in the layer's FSDP unit; a depth of a repeated layer has the same weights."""
+    here = accounting.place(of("mtp", dp_shard=2))
+    joins = (2 * 192 + 3) * 192
+    assert here.weights(4).whole == here.weights(3).whole + joins
+    assert here.weights(4).split == here.weights(3).split
+    assert here.around().whole == 2 * WIDE.vocab_size * 192 + 192
+    for parallel, layers in (({}, (0, 1, 2, 3, 4)), ({"pp": 2, "pipeline_layout": "Etttt|mmL"}, (4,))):
+        here = accounting.place(of("repeated", **parallel), stage=parallel.get("pp", 1) - 1)
+        assert here.layers == layers
+        assert [here.owner(number) for number in range(len(here.runs))] == [*layers, 4]
 
 
 def test_what_a_rank_keeps_of_rows_and_keys():

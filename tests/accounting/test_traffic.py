@@ -3,7 +3,7 @@
 import dataclasses
 
 from dsattn import accounting
-from dsattn.config import DataConfig, MoEConfig, ParallelConfig, RunConfig
+from dsattn.config import DataConfig, MoEConfig, MTPConfig, ParallelConfig, RunConfig
 from dsattn.training.recipes import RECIPES
 
 TINY = RECIPES["tiny"]()
@@ -89,3 +89,15 @@ def test_a_boundary_of_the_pipeline_carries_the_stream():
     )
     assert accounting.stage_traffic(accounting.place(run)) == 4 * 128 * 1024
     assert accounting.stage_traffic(accounting.place(TINY)) == 0
+    assert accounting.stage_traffic(accounting.place(run, stage=1)) == 0, "nothing leaves the last one"
+
+
+def test_a_boundary_behind_depths_carries_the_decoders_hidden_states_and_theirs():
+    run = dataclasses.replace(
+        TINY,
+        model=dataclasses.replace(TINY.model, mtp=MTPConfig(depths=2)),
+        parallel=ParallelConfig(pp=4, pipeline_layout="Ett|ttm|m|L"),
+        train=dataclasses.replace(TINY.train, packs_per_step=4),
+    )
+    states = [accounting.stage_traffic(accounting.place(run, stage)) / (4 * 128 * 1024) for stage in range(4)]
+    assert states == [1, 2, 3, 0]

@@ -1,10 +1,11 @@
 import dataclasses
+import re
 
 import pytest
 
 from dsattn import accounting
 from dsattn.cli import ranks
-from dsattn.config import GQAConfig, KDAConfig, ParallelConfig, RunConfig
+from dsattn.config import GQAConfig, KDAConfig, MTPConfig, ParallelConfig, RunConfig
 from dsattn.training.recipes import RECIPES
 
 
@@ -55,6 +56,17 @@ def test_the_plan_is_accountings():
     peak = next(line for line in text.splitlines() if line.split()[0] == "peak")
     assert float(peak.split()[-1]) == pytest.approx(plan.peak / 2**30, abs=0.01)
     assert f"sparse, stage 1: fullest in {plan.moment}" in text
+
+
+def test_depths_have_collectives_of_their_own():
+    run = run_of(pp=2, dp_shard=2)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, mtp=MTPConfig(depths=2)))
+    lines = [re.split(r"  +", line) for line in ranks.traffic(run).splitlines()]
+    weights = {line[0]: float(line[-1]) for line in lines if "weights" in line}
+    assert list(weights) == ["selects", "selects, MTP"]
+    joins = (2 * run.model.hidden_size + 3) * run.model.hidden_size
+    size = 4 + (2 if run.train.dtype == "bfloat16" else 4)  # gathered again, and reduced
+    assert weights["selects, MTP"] - weights["selects"] == pytest.approx(size * joins / 2 / 2**20, abs=0.1)
 
 
 def test_what_cannot_be_planned_is_said():

@@ -1,7 +1,7 @@
 """One rank; what sharding does to losses and gradients is in test_agreement.py."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,10 +33,12 @@ from dsattn.config import (
 )
 from dsattn.keys import Layout
 from dsattn.model.decoder import Decoder
+from dsattn.model.stage import DecoderStage, MicroBatch, Task
 from dsattn.nn.state import Pass
 from dsattn.parallel import fsdp
 from dsattn.parallel.apply import apply
 from dsattn.parallel.mesh import ParallelMesh, build_mesh
+from dsattn.parallel.recompute import learning_pass
 from dsattn.training.packs import Pack
 from dsattn.training.stages import make_optimizer, set_mode
 from dsattn.training.step import accumulate_gradients
@@ -185,9 +187,16 @@ def test_a_fixed_layer_is_whole_until_its_backward_has_ended(two_shards: Paralle
 def test_accounting_counts_these_bytes(two_shards: ParallelMesh, mode: Mode, policy: Recompute) -> None:
     """Of two ranks each receives half of what is gathered or reduced."""
     _, sent = step(two_shards, TEACHERS, mode, policy)
-    train = TrainConfig(recompute=policy, packs_per_step=2, packs_per_micro_batch=1)
-    run = RunConfig(model=TEACHERS, parallel=two_shards.config, train=train, data=DataConfig(pack_tokens=16))
-    here = accounting.place(run)
+    counted_are_those_sent(sent, TEACHERS, two_shards.config, mode, policy)
+
+
+def counted_are_those_sent(
+    sent: Sent, model: ModelConfig, parallel: ParallelConfig, mode: Mode, recompute: Recompute, stage: int = 0
+) -> None:
+    """Of every unit but the root, which the accounting of layers leaves out; each of two ranks receives half."""
+    train = TrainConfig(recompute=recompute, packs_per_step=4, packs_per_micro_batch=1)
+    run = RunConfig(model=model, parallel=parallel, train=train, data=DataConfig(pack_tokens=16))
+    here = accounting.place(run, stage)
     found = [
         one
         for number, kept in enumerate(accounting.layers_kept(here, run, mode))
@@ -195,8 +204,67 @@ def test_accounting_counts_these_bytes(two_shards: ParallelMesh, mode: Mode, pol
     ]
     assert {one.what for one in found} == {"weights"}
     root = 0 if mode == "warmup" else sent.reduced[-1]
-    assert sum(one.forward for one in found) == 4 * sum(sent.forward[1:]) // 2
+    assert [one.forward for one in found] == [4 * size // 2 for size in sent.forward[1:]]
     assert sum(one.backward for one in found) == 4 * (sum(sent.backward) + sum(sent.reduced) - root) // 2
+
+
+AHEAD = {
+    "one depth": MTPConfig(depths=1),
+    "two depths": MTPConfig(depths=2),
+    "repeated": MTPConfig(depths=2, repeated=True),
+    "repeated, one selection": MTPConfig(depths=2, repeated=True, shared_components=("sparse_attention_index",)),
+    "repeated, same keys": MTPConfig(depths=2, repeated=True, shared_components=("latent_kv",)),
+}
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("mode", ["dense", "warmup", "sparse"])
+@pytest.mark.parametrize("mtp", AHEAD.values(), ids=AHEAD)
+def test_accounting_counts_the_bytes_of_depths(
+    two_shards: ParallelMesh, mtp: MTPConfig, mode: Mode, policy: Recompute
+) -> None:
+    """What joins a depth is of its unit. A repeated one is gathered for each depth, its gradients are reduced once."""
+    model = dataclasses.replace(TEACHERS, mtp=mtp)
+    whole, sent = step(two_shards, model, mode, policy)
+    depths = [whole.model.layers[4 + (0 if mtp.repeated else depth)] for depth in range(mtp.depths)]
+    assert sent.forward[-mtp.depths :] == [sum(one.numel() for one in depth.parameters()) for depth in depths]
+    assert len(sent.reduced) == {"dense": 4 + 1, "warmup": 2, "sparse": 4 + 1}[mode] + (
+        1 if mode == "warmup" else mtp.num_layers
+    ), "of two depths one has an indexer"
+    counted_are_those_sent(sent, model, two_shards.config, mode, policy)
+
+
+@pytest.fixture
+def rank_of_the_last_stage() -> Iterator[Callable[[str], ParallelMesh]]:
+    """Pipeline layout -> the mesh of a rank of the second stage of two, each on two shards."""
+    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    debug._clear_sharding_prop_cache()  # it keeps meshes, and with them the rank before
+    yield lambda layout: build_mesh(ParallelConfig(dp_shard=2, pp=2, pipeline_layout=layout), "cpu")
+    dist.destroy_process_group()
+    debug._clear_sharding_prop_cache()
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("mode", ["dense", "warmup", "sparse"])
+@pytest.mark.parametrize("mtp", [AHEAD["two depths"], AHEAD["repeated"]], ids=["two depths", "repeated"])
+@pytest.mark.parametrize("layout", ["Ett|ttmmL", "Etttt|mmL"])
+def test_accounting_counts_the_bytes_of_a_stage_with_depths(
+    rank_of_the_last_stage: Callable[[str], ParallelMesh], layout: str, mtp: MTPConfig, mode: Mode, policy: Recompute
+) -> None:
+    """Of one micro-batch by itself, without a schedule. Depths may be all that a stage has."""
+    mesh, model = rank_of_the_last_stage(layout), dataclasses.replace(MODEL, mtp=mtp)
+    assert mesh.rank("pp") == 1
+    train, learning = TrainConfig(recompute=policy), StageConfig(mode=mode)
+    stage = apply(model, mesh, train).model
+    assert isinstance(stage, DecoderStage)
+    set_mode(stage, mode)
+    micro = MicroBatch(torch.arange(16), torch.arange(16), Layout.packed([9, 7]))
+    task = Task(micro, learning_pass(learning, train, 16), learning, 16, with_mtp=True, rows=16)
+    with Sent() as sent:
+        loss = stage(torch.randn(16, model.hidden_size, requires_grad=True), task=task)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+    counted_are_those_sent(sent, model, mesh.config, mode, policy, stage=1)
 
 
 WARM = {

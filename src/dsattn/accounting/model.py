@@ -17,6 +17,7 @@ from dsattn.accounting.weights import (
     depths,
     expert_matrices,
     indexer_matrices,
+    join_matrices,
     kda_of,
     mlp_matrices,
 )
@@ -62,7 +63,7 @@ def model_parts(config: ModelConfig, lengths: Sequence[int], mode: Mode) -> list
     ]
     for depth in depths(config):
         parts += _layer_parts(config, depth, lengths, mode)
-        parts += _linear_parts([Matrix("mtp", 2 * hidden, hidden), *head], sum(lengths), learns=learns)
+        parts += _linear_parts([*join_matrices(config), *head], sum(lengths), learns=learns)
     return _by_name([*parts, *_linear_parts(head, sum(lengths), learns=learns)])
 
 

@@ -14,6 +14,7 @@ from dsattn.accounting.weights import (
     depths,
     expert_matrices,
     indexer_matrices,
+    join_matrices,
     layer_vectors,
     mlp_matrices,
     owning_layers,
@@ -75,20 +76,22 @@ class Place:
         pp, vpp, stage = self.parallel.pp, self.parallel.vpp, self.chunks[0].number % self.parallel.pp
         return pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
 
+    def owner(self, number: int) -> int:
+        """Which of `layers` has the weights of entry `number` of `runs`; a layer that is repeated is the last one."""
+        return self.layers[min(number, len(self.layers) - 1)]
+
     def weights(self, layer: int) -> Weights:
-        """Of one of `layers`, on this rank before sharding by FSDP2."""
+        """Of one of `layers`, on this rank before sharding by FSDP2: a unit of its own."""
         return layer_weights(self.config, owning_layers(self.config)[layer], self.parallel)
 
     def around(self) -> Weights:
-        """Of embedding, last norm, head, and what joins multi-token prediction."""
+        """Of embedding, last norm and head: FSDP2's root unit."""
         config = self.config
         table = config.vocab_size * config.hidden_size
         embeds = any(chunk.number in chunk.embedding_in for chunk in self.chunks)
         head = any(chunk.head for chunk in self.chunks) and not config.tie_embeddings
         norms = any(chunk.norms for chunk in self.chunks) * config.hidden_size
-        ahead = sum(index >= config.num_layers for index in self.layers)
-        joins = ahead * (2 * config.hidden_size + 3) * config.hidden_size
-        return Weights(whole=(embeds + head) * table + norms + joins)
+        return Weights(whole=(embeds + head) * table + norms)
 
 
 def place(run: RunConfig, stage: int = 0) -> Place:
@@ -137,7 +140,9 @@ def layer_weights(config: ModelConfig, layer: Layer, parallel: ParallelConfig) -
         geometry = config.dsa.indexer
         places = geometry.pool_size * geometry.head_dim if geometry.pool_size > 1 else 0
         indexer = sum(i * o for _, i, o in indexer_matrices(config)) + places + 2 * geometry.head_dim
-    whole += layer_vectors(config, layer.kind) + indexer
+    if layer.ahead:
+        whole += sum(i * o for _, i, o in join_matrices(config))
+    whole += layer_vectors(config, layer) + indexer
     return Weights(-(-split // parallel.tp), whole, experts, indexer)
 
 

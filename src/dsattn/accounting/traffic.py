@@ -31,16 +31,19 @@ def layer_traffic(here: Place, number: int, kept: Kept, run: RunConfig, mode: Mo
     found = [*_keys(here, kept, mode), *_heads(here, kept), *_experts(here, kept)]
     if run.train.recompute != "none":
         found = [one._replace(backward=one.backward + one.forward * kept.runs_again) for one in found]
-    if number < len(here.layers):
-        found += _weights(here, here.weights(here.layers[number]), kept, run)
+    found += _weights(here, number, kept, run)
     return [one for one in found if one.total]
 
 
 def stage_traffic(here: Place) -> int:
-    """Bytes of the residual stream that one boundary between pipeline stages carries, one way, in fp32."""
+    """Bytes that go from a chunk here to the next stage, at most, in fp32; as much comes back.
+
+    The residual stream, or behind a depth of multi-token prediction hidden states of the decoder and of each depth.
+    """
     if here.parallel.pp == 1:
         return 0
-    return FP32 * here.config.hidden_size * here.rows // here.stream_shards
+    states = max(chunk.leaves(with_mtp=True) for chunk in here.chunks)
+    return states * FP32 * here.config.hidden_size * here.rows // here.stream_shards
 
 
 def _received(whole: int, ranks: int) -> int:
@@ -105,12 +108,14 @@ def _experts(here: Place, kept: Kept) -> list[Collective]:
     return [Collective("rows to experts and back", "ep", "all-to-all", moved, moved if kept.backbone_learns else 0)]
 
 
-def _weights(here: Place, weights: Weights, kept: Kept, run: RunConfig) -> list[Collective]:
+def _weights(here: Place, number: int, kept: Kept, run: RunConfig) -> list[Collective]:
     """FSDP2: gathered for the forward and again for the backward, gradients scattered in fp32 of what learns.
 
-    A fixed backbone is gathered again only to run again, and then up to the indexer's loss: without experts.
+    A fixed backbone is gathered again only to run again, and then up to the indexer's loss: without experts. A layer
+    that depths repeat is gathered for each of them; its gradients wait for the last and are scattered once.
     """
-    parallel, learns = here.parallel, learning(weights, kept.mode)
+    parallel, weights = here.parallel, here.weights(here.owner(number))
+    learns = learning(weights, kept.mode) if number < len(here.layers) else Weights()
     replayed = kept.runs_again and run.train.recompute != "none"
     size = 2 if run.train.dtype == "bfloat16" else FP32
     dense = parallel.dp_shard * parallel.cp

@@ -19,7 +19,8 @@ class Matrix(NamedTuple):
 class Layer(NamedTuple):
     """What a layer does. own_keys, own_selection: False where a depth of MTP takes them from the first depth.
 
-    given_kind: None for `dsa`, or `dense` by the role. experts: whether its MLP is a mixture of experts.
+    given_kind: None for `dsa`, or `dense` by the role. experts: whether its MLP is a mixture of experts. ahead: whether
+    it is a depth of multi-token prediction, whose weights and FSDP unit have what joins it to the depth before.
     """
 
     role: Role
@@ -27,6 +28,7 @@ class Layer(NamedTuple):
     own_selection: bool = True
     given_kind: LayerType | None = None
     experts: bool = False
+    ahead: bool = False
 
     @property
     def kind(self) -> LayerType:
@@ -102,6 +104,11 @@ def expert_matrices(config: ModelConfig) -> list[Matrix]:
     return _swiglu(config.hidden_size, config.moe.intermediate_size)
 
 
+def join_matrices(config: ModelConfig) -> list[Matrix]:
+    """The weight that joins a depth of multi-token prediction to hidden states; three norms belong to it."""
+    return [Matrix("mtp", 2 * config.hidden_size, config.hidden_size)]
+
+
 def _swiglu(hidden: int, inner: int) -> list[Matrix]:
     return [Matrix("mlp", hidden, inner), Matrix("mlp", hidden, inner), Matrix("mlp", inner, hidden)]
 
@@ -135,7 +142,7 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
     Layers of multi-token prediction count with the others; `mtp` is what joins them to the hidden states before them.
     """
     layers, hidden = owning_layers(config), config.hidden_size
-    indexer, ahead = config.dsa.indexer, config.mtp.num_layers
+    indexer = config.dsa.indexer
     places = indexer.pool_size * indexer.head_dim if indexer.pool_size > 1 else 0  # KPool's position embedding
     indexers = [layer.role for layer in layers].count("selects")
     taps = 0 if config.kda is None else 3 * config.kda.width * config.kda.conv_size
@@ -146,21 +153,20 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
         "attention": sum(size(attention_matrices(config, layer.kind)) for layer in layers) + linear * taps,
         "indexer": indexers * (size(indexer_matrices(config)) + places),
         "mlp": sum(size(mlp_matrices(config, experts=one.experts)) + one.experts * routed for one in layers),
-        "mtp": ahead * 2 * hidden * hidden,
-        "norms": sum(layer_vectors(config, layer.kind) for layer in layers)
-        + (1 + 3 * ahead) * hidden
-        + indexers * 2 * indexer.head_dim,
+        "mtp": config.mtp.num_layers * size(join_matrices(config)),
+        "norms": sum(layer_vectors(config, layer) for layer in layers) + hidden + indexers * 2 * indexer.head_dim,
         "head": 0 if config.tie_embeddings else config.vocab_size * hidden,
     }
 
 
-def layer_vectors(config: ModelConfig, kind: LayerType) -> int:
+def layer_vectors(config: ModelConfig, layer: Layer) -> int:
     """Parameters of one layer that are no matrices, its indexer's left out."""
-    if kind == "linear":  # the norm of the heads, dt and A
+    own = (5 if layer.ahead else 2) * config.hidden_size
+    if layer.kind == "linear":  # the norm of the heads, dt and A
         kda = kda_of(config)
-        return 2 * config.hidden_size + kda.head_dim + kda.width + kda.heads
-    attention = config.attention_of(kind)
-    own = 2 * config.hidden_size + (attention.heads if attention.sink else 0)
+        return own + kda.head_dim + kda.width + kda.heads
+    attention = config.attention_of(layer.kind)
+    own += attention.heads if attention.sink else 0
     if isinstance(attention, GQAConfig):
         return own + (2 * attention.head_dim if attention.qk_norm else 0)
     return own + attention.kv_lora_rank + (attention.q_lora_rank or 0)
@@ -171,7 +177,10 @@ def owning_layers(config: ModelConfig) -> list[Layer]:
     facts = zip(config.selection_sources, config.all_types, config.has_experts, strict=True)
     return [
         Layer(
-            "dense" if source is None else "selects" if source == index else "shares", given_kind=kind, experts=experts
+            "dense" if source is None else "selects" if source == index else "shares",
+            given_kind=kind,
+            experts=experts,
+            ahead=index >= config.num_layers,
         )
         for index, (source, kind, experts) in enumerate(facts)
     ]

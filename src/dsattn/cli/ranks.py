@@ -114,13 +114,13 @@ def _traffic(run: RunConfig) -> Iterator[list[str]]:
     for stage in range(run.parallel.pp):
         here = place(run, stage)
         for number, kept in enumerate(layers_kept(here, run, mode)):
-            kind = f"{kept.layer.role}{', experts' if kept.layer.experts else ''}"
+            kind = f"{kept.layer.role}{', experts' * kept.layer.experts}{', MTP' * kept.layer.ahead}"
             if kind in seen:
                 continue
             seen.add(kind)
             for one in layer_traffic(here, number, kept, run, mode):
                 yield [kind, one.what, one.group, *(f"{size / _MIB:.1f}" for size in (one.forward, one.backward))]
-    if moved := stage_traffic(place(run)):
+    if moved := max(stage_traffic(place(run, stage)) for stage in range(run.parallel.pp)):
         yield ["between stages", "residual stream", "pp", *(f"{moved / _MIB:.1f}",) * 2]
 
 
