@@ -53,6 +53,7 @@ MODELS = {
     ),
     "experts": dataclasses.replace(WIDE, moe=MOE),
     "mtp": dataclasses.replace(WIDE, mtp=MTPConfig(depths=2)),
+    "repeated": dataclasses.replace(WIDE, mtp=MTPConfig(depths=2, repeated=True)),
     "shared": dataclasses.replace(WIDE, dsa=dataclasses.replace(WIDE.dsa, share_every=2, deterministic=True)),
 }
 PEAKS = [
@@ -65,6 +66,9 @@ PEAKS = [
     ("gqa", "sparse", "none", "float32"),
     ("experts", "sparse", "full", "float32"),
     ("mtp", "dense", "none", "float32"),
+    ("mtp", "sparse", "full", "float32"),
+    ("repeated", "sparse", "none", "bfloat16"),
+    ("repeated", "sparse", "full", "float32"),
     ("shared", "sparse", "none", "float32"),
     ("shared", "frozen", "full", "float32"),
 ]
@@ -351,6 +355,22 @@ def test_scratch_counts_from_where_kernels_take_it():
     assert long.at_work["scratch"] > 2**31
     assert sum(long.parts.values()) == long.peak
     assert all(long.parts.values())
+
+
+def test_depths_plan_what_joins_them_and_repeated_weights_once():
+    """Copies in bf16 of what stands; gathered units; what a depth makes again beside a layer: norms and the product."""
+    joins = 2 * 192 * 192
+    plain, two, same = (accounting.memory_plan(of(model), "sparse") for model in ("mla", "mtp", "repeated"))
+    layer = plain.standing["weights in bf16"] // 4
+    assert two.standing["weights in bf16"] == 6 * layer + 2 * 2 * joins
+    assert same.standing["weights in bf16"] == 5 * layer + 2 * joins
+    again = accounting.memory_plan(of("mtp", policy="selective"), "sparse")
+    assert again.standing["weights in bf16"] == 2 * 2 * joins, "they are outside of what runs again"
+    alone, ahead = (accounting.memory_plan(of(model, dp_shard=2), "sparse").standing for model in ("mla", "mtp"))
+    unit = joins + 3 * 192
+    assert ahead["gathered weights"] == alone["gathered weights"] + 2 * (2 + 1) * unit + 4 * unit
+    full = accounting.memory_plan(of("mtp", policy="full"), "sparse", device="cpu")
+    assert full.moment == "MLP of a depth that selects, backward"
 
 
 def test_what_cannot_be_planned_is_refused():

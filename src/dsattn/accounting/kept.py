@@ -71,7 +71,7 @@ class Kept:
         """By part, without recompute."""
         parts = {"selection": self.selection(), "inverse": self.inverse()}
         parts |= {"indexer": self.indexer(), "indexer loss": self.loss()}
-        return parts | self.of_attention() | self.of_mlp() if self.backbone_learns else parts
+        return parts | self.of_joins() | self.of_attention() | self.of_mlp() if self.backbone_learns else parts
 
     def of_attention(self) -> dict[str, int]:
         """By part, what a backbone that learns keeps up to attention's output."""
@@ -87,10 +87,23 @@ class Kept:
         norm = self._shard(norm_bytes(self.config.hidden_size, self.fused_norms))
         return {"mlp norm": norm, "mlp": self.experts() if self.layer.experts else self.mlp()}
 
+    def of_joins(self) -> dict[str, int]:
+        """What a depth's norms keep of both inputs and of its result, and what the product reads that joins the two."""
+        if not self.layer.ahead:
+            return {}
+        hidden = self.config.hidden_size
+        inputs = self._shard(2 * norm_bytes(hidden, self.fused_norms) + self.itemsize * 2 * hidden)
+        return {"joins": inputs + self.result_norm()}
+
+    def result_norm(self) -> int:
+        """What a depth's norm keeps of its result: the first to be given back."""
+        return self._shard(norm_bytes(self.config.hidden_size, self.fused_norms)) if self.layer.ahead else 0
+
     def to_run_again(self, *, whole: bool) -> dict[str, int]:
         """By part, where the layer runs again: the whole of it, or all but the projections out of hidden states."""
         entered = self._shard(self.stream * self.config.hidden_size) if self.runs_again else 0
-        parts = {"residual stream": entered}
+        embedded = self._shard(FP32 * self.config.hidden_size) if self.runs_again and self.layer.ahead else 0
+        parts = {"residual stream": entered + (embedded if whole else 0)}
         if self.reuse or self.config.dsa.shares:  # layers that share it have it from here
             parts |= {"selection": self.selection(), "inverse": self.inverse()}
         if self.reuse:
@@ -100,7 +113,7 @@ class Kept:
         if whole or not self.backbone_learns:
             return parts
         projected = self._around_hidden(self.itemsize * sum(self._from_hidden()))
-        return {**parts, "residual stream": 2 * entered, "attention projections": projected}
+        return {**parts, "residual stream": 2 * entered, "attention projections": projected} | self.of_joins()
 
     def attention_norms(self) -> int:
         """Of hidden states and latents, or query and key heads."""

@@ -13,7 +13,7 @@ One tensor counts once, whoever keeps it. Left out: what belongs to the layout, 
 norm's weights that an indexer keeps, two numbers a lane.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -25,8 +25,11 @@ from dsattn.accounting.weights import (
     decoder_layers,
     depths,
     expert_matrices,
+    join_matrices,
     mlp_matrices,
+    owning_layers,
 )
+from dsattn.accounting.weights import size as size_of
 from dsattn.config import Mode, ModelConfig, Recompute
 from dsattn.errors import InputError
 
@@ -74,6 +77,27 @@ def weight_copies(
     return 2 * total
 
 
+def all_copies(
+    config: ModelConfig,
+    layers: Iterable[Layer],
+    mode: Mode,
+    recompute: Recompute,
+    *,
+    dtype: Dtype = "float32",
+    expert_count: int | None = None,
+) -> int:
+    """Bytes of such copies of all layers that own weights; what joins depths runs again under `full` only."""
+    if dtype == "float32" or mode == "warmup" or recompute == "full":
+        return 0
+    layers = list(layers)
+    joins = sum(layer.ahead for layer in layers) * 2 * size_of(join_matrices(config))
+    if recompute == "selective":
+        return joins
+    return joins + sum(
+        weight_copies(config, mode, dtype=dtype, experts=layer.experts, expert_count=expert_count) for layer in layers
+    )
+
+
 def refuse_uncounted(config: ModelConfig) -> None:
     """Raise InputError for models with linear layers or two kinds of attention: what these keep is not counted."""
     for name in ("kda", "dense_attention"):
@@ -93,20 +117,14 @@ def model_memory(
     """Bytes that one training forward over `tokens` rows keeps for the backward: layers, last norm, the losses' inputs.
 
     Logits are made again in the backward, see `Decoder.lm_loss`. Parameters, gradients and the optimiser are not in it.
-    What joins a depth of multi-token prediction to the one before it runs again under `full` only.
     Raises InputError for models with linear layers or two kinds of attention: these are not counted.
     """
     refuse_uncounted(config)
     size = _itemsize(dtype)
     layers = [Kept(config, layer, mode, size, FP32, fused_norms) for layer in decoder_layers(config)]
     ahead = [Kept(config, depth, mode, size, size, fused_norms) for depth in depths(config)]
-    kept = tokens * sum(row_memory(layers, ahead, recompute).values())
-    if recompute == "none":
-        owners = (layers + ahead)[: config.num_layers + config.mtp.num_layers]
-        kept += sum(weight_copies(config, mode, dtype=dtype, experts=one.layer.experts) for one in owners)
-    if recompute != "full" and dtype == "bfloat16" and mode != "warmup":
-        kept += config.mtp.num_layers * 2 * (2 * config.hidden_size**2)
-    return kept
+    copies = all_copies(config, owning_layers(config), mode, recompute, dtype=dtype)
+    return tokens * sum(row_memory(layers, ahead, recompute).values()) + copies
 
 
 def row_memory(
@@ -123,9 +141,9 @@ def row_memory(
     if recompute != "none":
         parts["handed on"] = _handed(layers, ahead)
     if recompute == "full":
-        parts["residual stream"] = parts.get("residual stream", 0) + _entered_ahead(ahead)
+        parts["residual stream"] = parts.get("residual stream", 0) + _wider(ahead)
     if (layers or ahead) and (layers or ahead)[0].backbone_learns:
-        parts["head"] = (_of_head(layers, ahead) if head else 0) + _of_joins(ahead, recompute)
+        parts["head"] = _of_head(layers, ahead) if head else 0
     return {name: size for name, size in parts.items() if size}
 
 
@@ -136,15 +154,6 @@ def _of_head(layers: Sequence[Kept], ahead: Sequence[Kept]) -> int:
     total = norm_bytes(hidden, one.fused_norms) + FP32 * hidden
     total += sum(depth.itemsize * hidden for depth in ahead)
     return -(-total // one.shards) + _LABELS + _TOKEN + len(ahead) * (_LABELS + 2 * _TOKEN + 1)
-
-
-def _of_joins(ahead: Sequence[Kept], recompute: Recompute) -> int:
-    """Norms of both inputs and of the result, and what the product reads that joins them."""
-    if not ahead or recompute == "full":
-        return 0
-    one, hidden = ahead[0], ahead[0].config.hidden_size
-    each = 3 * norm_bytes(hidden, one.fused_norms) + one.itemsize * 2 * hidden
-    return -(-len(ahead) * each // one.shards)
 
 
 def _handed(layers: Sequence[Kept], ahead: Sequence[Kept]) -> int:
@@ -159,11 +168,9 @@ def _handed(layers: Sequence[Kept], ahead: Sequence[Kept]) -> int:
     return total
 
 
-def _entered_ahead(ahead: Sequence[Kept]) -> int:
-    """Bytes that enter depths beside the stream: embeddings, and the first one's hidden states, which are fp32."""
-    each = [FP32 * one.config.hidden_size for one in ahead if one.runs_again]
-    wider = [(FP32 - one.stream) * one.config.hidden_size for one in ahead[:1] if one.runs_again]
-    return -(-(sum(each) + sum(wider)) // ahead[0].shards) if ahead else 0
+def _wider(ahead: Sequence[Kept]) -> int:
+    """Bytes by which the first depth's hidden states are wider than the stream: the decoder's are fp32."""
+    return sum(-(-(FP32 - one.stream) * one.config.hidden_size // one.shards) for one in ahead[:1] if one.runs_again)
 
 
 def layer_parts_kept(kept: Kept, recompute: Recompute) -> dict[str, int]:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dsattn.accounting.kept import FP32, Kept
-from dsattn.accounting.memory import layer_parts_kept, refuse_uncounted, row_memory, weight_copies
+from dsattn.accounting.memory import all_copies, layer_parts_kept, refuse_uncounted, row_memory
 from dsattn.accounting.place import Place, Weights, learning, place
 from dsattn.accounting.scratch import attention_backward, indexer_loss, logits, loss_target, probabilities, selection
+from dsattn.accounting.weights import owning_layers
 from dsattn.config import Mode, RunConfig
 
 Device = Literal["cpu", "cuda"]
@@ -95,13 +96,10 @@ def _standing(here: Place, run: RunConfig, mode: Mode) -> dict[str, int]:
     sharded = here.parallel.dp_shard * here.parallel.cp > 1 or _expert_shards(here) > 1
     if sharded:
         return standing | {"gathered weights": _gathered(here, layers, run, mode)}
-    if run.train.recompute == "none" and run.train.dtype == "bfloat16":
-        copies = sum(
-            weight_copies(here.model, mode, dtype="bfloat16", experts=one.experts, expert_count=here.experts)
-            for one in here.runs
-        )
-        standing["weights in bf16"] = copies
-    return standing
+    owners = [owning_layers(run.model)[layer] for layer in here.layers]
+    again, dtype = run.train.recompute, run.train.dtype
+    copies = all_copies(here.model, owners, mode, again, dtype=dtype, expert_count=here.experts)
+    return standing | {"weights in bf16": copies}
 
 
 def _share(weights: Weights, here: Place) -> int:
@@ -141,20 +139,19 @@ def _moments(here: Place, kept: list[Kept], run: RunConfig, device: Device) -> d
         moments["logits, backward"] = {"logits": logits(run.model.vocab_size, rows // here.stream_shards)}
     for one in dict.fromkeys(reversed(kept)):
         whole, own = sum(one.everything().values()), sum(layer_parts_kept(one, policy).values())
-        mlp = sum(one.of_mlp().values()) if one.backbone_learns else 0
-        again = {"none": 0, "full": whole - own, "selective": _attention_again(one)}[policy]
-        name = _NAMES[one.layer.role]
+        mlp, result = (sum(one.of_mlp().values()), one.result_norm()) if one.backbone_learns else (0, 0)
+        again = {"none": 0, "full": whole - own, "selective": _attention_again(one)}[policy] - result
+        name = _NAMES[one.layer.role].replace("layer", "depth" if one.layer.ahead else "layer")
         stream = 2 * FP32 * run.model.hidden_size // here.stream_shards
         if one.runs_again:
             scratch = max(attention_backward(one, here, device), indexer_loss(one, here, device))  # one after the other
-            behind = -mlp if policy != "selective" else 0
             moments[f"attention of {name}, backward"] = {
-                **_again(rows * (again + behind)),
+                **_again(rows * (again - (mlp if policy != "selective" else 0))),
                 "gradients in flight": rows * (_gradients(one) + stream),
                 "scratch": scratch,
             }
         if one.backbone_learns:
-            again = mlp if policy == "selective" else again
+            again = mlp - result if policy == "selective" else again
             moments[f"MLP of {name}, backward"] = {
                 **_again(rows * again),
                 "gradients in flight": rows * (_mlp_gradients(one) + stream),
@@ -162,7 +159,7 @@ def _moments(here: Place, kept: list[Kept], run: RunConfig, device: Device) -> d
         left = probabilities(one, here, device) if policy == "none" else 0  # a replay repeats no loss
         scratch = max(selection(one, here, device), left, loss_target(one, here, device))
         if one.backbone_learns:
-            first = sum(one.of_attention().values()) if policy != "none" else -mlp
+            first = sum(one.of_attention().values()) if policy != "none" else -mlp - result
         else:
             q, k, v, out = one.core()
             first = v + out + (0 if policy == "none" and one.has_loss else q + k)
