@@ -1,7 +1,11 @@
 """The ranking rule against sorted Python numbers, and the value that carries what was ranked."""
 
+import copy
 import itertools
+import pickle
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -251,6 +255,43 @@ def test_inverse_is_made_once() -> None:
     assert selection.inverse_of(4) is None
     assert selection.with_inverse(5).inverse.offset.tolist() == [0, 1, 3, 4, 4, 4]
     assert selection.to("cpu").inverse is None
+
+
+@pytest.mark.parametrize("part", ["index", "length"])
+def test_an_inverse_counts_until_its_selection_is_written_to(part: str) -> None:
+    selection = Selection.from_index(torch.tensor([[0, 1], [1, 2]])).with_inverse(3)
+    assert selection.inverse_of(3) is not None
+    getattr(selection, part)[0] = 0
+    assert selection.inverse_of(3) is None
+    again = selection.with_inverse(3)
+    assert again is not selection
+    expected = invert(selection.index, selection.length, 3)
+    assert all(got.equal(right) for got, right in zip(again.inverse_of(3), expected, strict=True))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_copies_are_without_the_inverse(copied: Callable[[Selection], Selection]) -> None:
+    index, length = torch.tensor([[2, -1]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    selection = Selection(index, length, torch.tensor([[1.0, -INF]]), every_row_has_a_key=True)
+    made = copied(selection.with_inverse(3))
+    assert made.inverse is None
+    assert (made.index.tolist(), made.length.tolist(), made.score.tolist()) == ([[2, -1]], [1], [[1.0, -INF]])
+    assert made.every_row_has_a_key
+
+
+def test_no_inverse_can_be_given() -> None:
+    selection = Selection.from_index(torch.tensor([[0, 1]])).with_inverse(2)
+    with pytest.raises(TypeError, match="inverse"):
+        Selection(selection.index, selection.length, inverse=selection.inverse)
+    with pytest.raises((TypeError, ValueError), match="inverse"):
+        replace(selection, inverse=selection.inverse)
+    assert replace(selection, score=None).inverse is None
+
+
+def test_inference_tensors_can_be_inverted() -> None:
+    with torch.inference_mode():
+        selection = Selection.from_index(torch.tensor([[0, 1]])).with_inverse(2)
+    assert selection.inverse_of(2) is selection.inverse is not None
 
 
 def test_inverse_of_too_many_slots_is_refused() -> None:

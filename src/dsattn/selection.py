@@ -3,7 +3,7 @@
 Letters: T query rows, S keys in global order, K kept keys, W columns of a block of scores.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,14 @@ class Inverse(NamedTuple):
     offset: Tensor
 
 
+class _State(NamedTuple):
+    """How often index and length were written to, and whether this happens while a CUDA graph is captured."""
+
+    index_version: int
+    length_version: int
+    captured: bool
+
+
 @dataclass(frozen=True)
 class Selection:
     """For each query row the key rows it attends to.
@@ -36,14 +44,16 @@ class Selection:
     score: [T, K] fp32 (fp64 for fp64 inputs) aligned to `index`, -inf in the -1 slots; None unless asked for.
     every_row_has_a_key: the layout proved that each row's range holds a key. Says nothing of scores: a row whose scores
         are all NaN or -inf has length 0 all the same.
-    inverse: see `with_inverse`.
+    inverse: of this index and length, see `with_inverse`; no other can be given. Copies, pickles and what
+        `dataclasses.replace` makes are without it.
     """
 
     index: Tensor
     length: Tensor
     score: Tensor | None = None
     every_row_has_a_key: bool = False
-    inverse: Inverse | None = None
+    inverse: Inverse | None = field(default=None, init=False)
+    _inverted: "_State | None" = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.index.dim() != 2 or self.index.dtype != torch.int32:
@@ -91,20 +101,56 @@ class Selection:
         """The same Selection carrying its key-to-slots index, made once for all who attend to the same keys.
 
         Backwards that sum by key take it instead of making their own, run of rows after run of rows: the same bits,
-        sooner. It costs as many bytes as `index`, and 4 a key, for as long as somebody keeps the Selection.
+        sooner. It costs as many bytes as `index`, and 4 a key, for as long as somebody keeps the Selection. It is left
+        out once index or length is written in place. Compiled functions and replays of CUDA graphs cannot see that:
+        where they meet a Selection that is refreshed, call it inside of them.
         Raises InputError where T * K is above MOST_SLOTS.
         """
-        if self.inverse_of(num_keys) is not None:
+        if self._has_inverse(num_keys) and not self._is_outdated():
             return self
         if self.index.numel() > MOST_SLOTS:
             raise InputError(
                 f"selection has {self.index.numel()} slots, but an inverse names at most {MOST_SLOTS}; split the rows"
             )
-        return replace(self, inverse=Inverse(*inverted(self.index, self.length, num_keys)))
+        made = replace(self)
+        object.__setattr__(made, "inverse", Inverse(*inverted(self.index, self.length, num_keys)))
+        object.__setattr__(made, "_inverted", self._state())
+        return made
 
     def inverse_of(self, num_keys: int) -> Inverse | None:
-        """The inverse that it carries, where that is of so many keys."""
-        return self.inverse if self.inverse is not None and self.inverse.offset.shape[0] == num_keys + 1 else None
+        """The inverse that it carries, where that is of so many keys, and index and length are as they were.
+
+        Raises InputError where a CUDA graph is being captured, and did not make it.
+        """
+        if not self._has_inverse(num_keys):
+            return None
+        if not self._is_outdated():
+            return self.inverse
+        if _is_captured(self.index):
+            raise InputError(
+                "selection.inverse was made outside of the CUDA graph that is being captured, and its replays may meet "
+                "another index; call selection.with_inverse inside of the capture"
+            )
+        return None
+
+    def _has_inverse(self, num_keys: int) -> bool:
+        return self.inverse is not None and self.inverse.offset.shape[0] == num_keys + 1
+
+    def _is_outdated(self) -> bool:
+        """Whether the inverse is known to be of other values, or about to be."""
+        made, now = self._inverted, self._state()
+        return made is not None and now is not None and made != now
+
+    def _state(self) -> "_State | None":
+        """None while compiling, where nobody knows."""
+        if torch.compiler.is_compiling():
+            return None
+        index, length = (0 if x.is_inference() else x._version for x in (self.index, self.length))
+        return _State(index, length, _is_captured(self.index))
+
+    def __reduce__(self) -> tuple[type["Selection"], tuple[Tensor, Tensor, Tensor | None, bool]]:
+        """Without the inverse: a copy's tensors count their versions anew."""
+        return Selection, (self.index, self.length, self.score, self.every_row_has_a_key)
 
     def mask(self, num_keys: int) -> Tensor:
         """[T, num_keys] bool, True where selected. For small sizes: tests and metrics."""
@@ -115,7 +161,11 @@ class Selection:
     def to(self, device: torch.device | str) -> "Selection":
         """A copy on `device`, without the inverse."""
         score = None if self.score is None else self.score.to(device)
-        return replace(self, index=self.index.to(device), length=self.length.to(device), score=score, inverse=None)
+        return replace(self, index=self.index.to(device), length=self.length.to(device), score=score)
+
+
+def _is_captured(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def invert(index: Tensor, length: Tensor, num_keys: int) -> Inverse:

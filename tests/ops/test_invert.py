@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import dsattn.selection
 from dsattn import settings
+from dsattn.errors import InputError
 from dsattn.keys import Layout
 from dsattn.ops import dsa_attention, indexer_kl, sparse_gqa, sparse_mla
 from dsattn.ops.first_use import serve
@@ -114,9 +116,74 @@ def test_compiles_whole(operation: str) -> None:
         assert torch.equal(got.nan_to_num(), expected.nan_to_num())
 
 
-def test_a_selection_keeps_its_inverse_by_value() -> None:
-    selection = Selection.from_index(torch.tensor([[0, 1]])).with_inverse(2)
-    assert replace(selection, score=None).inverse is selection.inverse
+def _changed_by_replace(selection: Selection, other: Selection) -> Selection:
+    return replace(selection, index=other.index, length=other.length)
+
+
+def _changed_in_place(selection: Selection, other: Selection) -> Selection:
+    selection.index.copy_(other.index)
+    selection.length.copy_(other.length)
+    return selection
+
+
+@pytest.mark.parametrize("change", [_changed_by_replace, _changed_in_place])
+@pytest.mark.parametrize("again", [False, True], ids=["left out", "made again"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_inverse_of_another_index_reaches_nobody(
+    operation: str, again: bool, change: Callable[[Selection, Selection], Selection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, leaves = OPERATIONS[operation]
+    case = make_case("packed").map(lambda x: x.requires_grad_())
+    keys, other = case.layout.num_keys, random_selection(case.keys, case.layout.num_keys, case.sizes.top_k, seed=7)
+    changed = change(chosen(case).with_inverse(keys), other)
+    assert changed.index.equal(other.index)
+    assert not chosen(case).index.equal(other.index)
+    changed = changed.with_inverse(keys) if again else changed
+    seen: list[Inverse | None] = []
+
+    def noted(name: str, *rest):
+        function = serve(name, *rest)
+        return lambda *given: (seen.extend(given[-1:] if name.endswith("backward") else ()), function(*given))[1]
+
+    for name in ("sparse_mla", "sparse_gqa", "distill"):
+        monkeypatch.setattr(importlib.import_module(f"dsattn.ops.{name}"), "serve", noted)
+    results = run(case, changed)
+    seeds = [torch.ones_like(x) if x.dim() == 0 else case.grad_out for x in results]
+    torch.autograd.grad(results, [getattr(case, name) for name in leaves], seeds)
+    expected = invert(other.index, other.length, keys)
+    assert seen
+    for one in seen:
+        assert (one is not None) == again
+        assert one is None or all(got.equal(right) for got, right in zip(one, expected, strict=True))
+
+
+def test_compiles_whole_around_a_selection_that_has_one() -> None:
+    case = make_case("packed").map(lambda x: x.requires_grad_())
+    selection, keys = chosen(case).with_inverse(case.layout.num_keys), case.layout.num_keys
+
+    def step(given: Selection) -> tuple[Tensor, bool, bool]:
+        kept = given.with_inverse(keys) is given and given.inverse_of(keys) is not None
+        changed = replace(given, index=given.index.roll(1, 0))
+        return sparse_mla(case.q, case.kv, given, scale=0.3, value_dim=16)[0], kept, changed.inverse is not None
+
+    found = [function(selection) for function in (torch.compile(step, fullgraph=True, backend="aot_eager"), step)]
+    assert found[0][1:] == found[1][1:] == (True, False)
+    grads = [torch.autograd.grad(out, case.kv, case.grad_out)[0] for out, *_ in found]
+    assert grads[0].equal(grads[1])
+
+
+def test_a_captured_graph_takes_no_inverse_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replays may meet another index, and would not tell. What it made means nothing outside of it."""
+    outside = Selection.from_index(torch.tensor([[0, 1]])).with_inverse(2)
+    monkeypatch.setattr(dsattn.selection, "_is_captured", lambda x: True)
+    with pytest.raises(InputError, match=r"outside of the CUDA graph .*with_inverse inside of the capture"):
+        fields(outside, 2)
+    inside = outside.with_inverse(2)
+    assert inside is not outside
+    assert inside.with_inverse(2) is inside
+    assert joined(*fields(inside, 2)) is not None
+    monkeypatch.undo()
+    assert fields(inside, 2) == (None, None)
 
 
 GPU_SIZES = {

@@ -163,7 +163,7 @@ class RankGroups:
     def own_rows(self, selection: Selection) -> Selection:
         """My T rows of a selection of R."""
         index, length = self.own(selection.index), self.own(selection.length)
-        return dataclasses.replace(selection, index=index, length=length, score=None, inverse=None)
+        return dataclasses.replace(selection, index=index, length=length, score=None)
 
     def all_heads(self, x: Tensor) -> Tensor:
         """x [R, H, ...] of heads here -> [T, tp * H, ...]: my rows, every head. No gradient."""
