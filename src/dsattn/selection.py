@@ -70,8 +70,9 @@ class Selection:
     def from_index(cls, index: Tensor, *, every_row_has_a_key: bool = False) -> "Selection":
         """A Selection from key rows [T, K] of any integer type and order, where negative entries are empty slots.
 
-        Duplicates are not looked for: they break the contract and would count twice. Raises InputError for what is no
-        integer [T, K] and, on the CPU, for rows that int32 cannot name.
+        Duplicates are not looked for: they break the contract. Attention counts them twice, but kernels that sum
+        gradients key by key, as all do that are deterministic, count them once in the key's. Raises InputError for what
+        is no integer [T, K] and, on the CPU, for rows that int32 cannot name.
         """
         if index.dim() != 2 or index.dtype.is_floating_point or index.dtype == torch.bool:
             raise InputError(f"index must be integer [T, K], got {index.dtype} {list(index.shape)}")

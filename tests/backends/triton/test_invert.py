@@ -75,6 +75,22 @@ def test_keys_that_do_not_exist_are_left_out(device: str) -> None:
     assert got.offset.tolist() == expected.offset.tolist() == [0, 1, 1, 3, 3]
 
 
+@pytest.mark.parametrize("records", [2**27, 1])
+def test_a_key_that_a_row_repeats_leaves_no_hole(device: str, records: int) -> None:
+    """It breaks the promise, and one of its slots is missing then; but sums follow no -1 out of their contributions."""
+    index, length = random_index(300, 9, 20, device)
+    index[:, 4] = index[:, 5] = 7
+    index, length = torch.where(index < 0, 99, index).sort(1).values, length.fill_(9)
+    with settings(scratch_bytes=records):
+        got = invert.invert(index, length, 20)
+    rows_of = [set((index == key).any(1).nonzero().flatten().tolist()) for key in range(20)]
+    assert len(rows_of[7]) == 300
+    for key, (first, stop) in enumerate(itertools.pairwise(got.offset.tolist())):
+        slots = got.slot[first:stop].tolist()
+        assert [slot // 9 for slot in slots] == sorted(rows_of[key])
+        assert index.flatten()[got.slot[first:stop].long()].eq(key).all()
+
+
 def test_repeats(device: str) -> None:
     index, length = random_index(300, 9, 20, device)
     one, two = (invert.invert(index, length, 20) for _ in range(2))

@@ -175,9 +175,14 @@ def _slots_of_a_row(index, length, first_row, slots, num_keys, SLOTS: tl.constex
 
 @triton.jit(do_not_specialize=["slots", "num_keys"], do_not_specialize_on_alignment=["index", "length"])
 def _add_kernel(index, length, count, slots, num_keys, SLOTS: tl.constexpr):
-    """count [1 + S]: one more at 1 + key for each slot that holds it."""
-    _, _, key = _slots_of_a_row(index, length, 0, slots, num_keys, SLOTS)
-    tl.atomic_add(count + 1 + key, tl.full([SLOTS], 1, tl.int32), mask=key >= 0, sem="relaxed")
+    """count [1 + S]: one more at 1 + key for each slot that holds it.
+
+    A key that a row breaks its promise by repeating counts once, as its bit does: no place is left without a slot.
+    """
+    row, slot, key = _slots_of_a_row(index, length, 0, slots, num_keys, SLOTS)
+    before = tl.load(index + row.to(tl.int64) * slots + slot - 1, mask=(slot > 0) & (key >= 0), other=-1)
+    live = (key >= 0) & (key != before)
+    tl.atomic_add(count + 1 + key, tl.full([SLOTS], 1, tl.int32), mask=live, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["first_row", "slots", "num_keys"], do_not_specialize_on_alignment=["index", "length"])
