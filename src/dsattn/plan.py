@@ -80,7 +80,7 @@ def model_calls(config: ModelConfig, base: Call, modes: set[str], num_keys: int 
         calls |= _both("dense_gqa", replace(base, **_dense_sizes(config.attention_of("dense" if others else "dsa"))))
     if has_dsa and modes & {"sparse", "frozen"}:
         calls |= _selection(indexer, base, num_keys) | _both(f"sparse_{kind}", kept)
-        if config.dsa.shares and base.deterministic:
+        if config.dsa.shares and base.deterministic and config.dsa.backend != "reference":
             calls["invert"] = replace(base, dtype="int32", top_k=_width(indexer), deterministic=False)
     if has_dsa and "warmup" in modes:
         calls |= _loss(indexer, replace(base, top_k=0))

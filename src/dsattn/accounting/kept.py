@@ -65,7 +65,8 @@ class Kept:
     @property
     def has_inverse(self) -> bool:
         """Whether the selection that it attends by carries its inverse: see `ops.invert.to_share`."""
-        return self.sparse and self.config.dsa.shares and self.config.dsa.deterministic is True
+        dsa = self.config.dsa
+        return self.sparse and dsa.shares and dsa.deterministic is True and dsa.backend != "reference"
 
     def everything(self) -> dict[str, int]:
         """By part, without recompute."""

@@ -200,7 +200,8 @@ class SelfAttention(nn.Module):
     def _select(self, index: IndexerOutput | None, turn: Turn) -> Selection:
         """The selection of the rows that heads read, made ready for the layers that may share it."""
         selection, dsa = turn.run.together.selected(self._selected(index, turn), turn.rows), self.dsa
-        return to_share(selection, turn.rows.num_keys, deterministic=dsa.deterministic) if dsa.shares else selection
+        options = {"deterministic": dsa.deterministic, "backend": dsa.backend}
+        return to_share(selection, turn.rows.num_keys, **options) if dsa.shares else selection
 
     def _selected(self, index: IndexerOutput | None, turn: Turn) -> Selection:
         """The selection of the rows that the indexer has queries of."""

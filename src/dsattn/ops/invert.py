@@ -21,13 +21,14 @@ def _(index: Tensor, length: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     return slot, offset
 
 
-def to_share(selection: Selection, num_keys: int, *, deterministic: bool | None) -> Selection:
+def to_share(selection: Selection, num_keys: int, *, deterministic: bool | None, backend: str) -> Selection:
     """A selection that several layers will attend by: with its inverse, where their backwards sum key by key.
 
     That is with gradients on and where they are `deterministic`; None asks `dsattn.settings` and torch's switch. Others
-    add in any order wherever that is faster. A selection of too many slots stays as it is.
+    add in any order wherever that is faster. A selection of too many slots stays as it is, as does one for the
+    `reference`, which reads no inverse: who names it is not to depend on a kernel.
     """
-    sums = torch.is_grad_enabled() and resolve_deterministic(deterministic)
+    sums = torch.is_grad_enabled() and resolve_deterministic(deterministic) and backend != "reference"
     return selection.with_inverse(num_keys) if sums and selection.index.numel() <= MOST_SLOTS else selection
 
 
