@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from dsattn.backends import Call, contribution_dtype, scratch_bytes, unmet
-from dsattn.backends.triton.invert import places_of_run
+from dsattn.backends.triton.invert import GROUP_ROWS, places_of_run, record_bytes
 from dsattn.backends.triton.launch import launch
 from dsattn.backends.vendors import positive_scale
 from dsattn.errors import BackendUnavailable
@@ -158,12 +158,14 @@ def by_atomics(keys: int, deterministic: bool) -> bool:
 
 
 def rows_of_run(rows: int, heads: int, width: int, slots: int, keys: int, itemsize: int) -> int:
-    """Rows whose contributions, with their lines and at most a quarter of a byte a key, fit into the scratch.
+    """Rows whose contributions, with their lines and the records that place them, fit into the scratch.
 
     At least one. An int32 names each contribution, however much scratch there is.
     """
-    a_row = slots * (itemsize * width * blocks_of_heads(heads) + 4) + -(-keys // 4)
-    return min(rows, max(1, min(scratch_bytes() // a_row, (2**31 - 1) // slots)))
+    group = record_bytes(keys)
+    a_row = slots * (itemsize * width * blocks_of_heads(heads) + 4) + -(-group // GROUP_ROWS)
+    fitting = (scratch_bytes() - group) // a_row  # the last group may have a row alone
+    return min(rows, max(1, min(fitting, (2**31 - 1) // slots)))
 
 
 def aligned(x: Tensor) -> Tensor:

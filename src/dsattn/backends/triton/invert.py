@@ -23,7 +23,6 @@ from dsattn.selection import MOST_SLOTS, Inverse
 SCRATCH_BYTES = 2**27
 GROUP_ROWS = 224
 WORDS = tl.constexpr(8)  # of a record; the last one counts
-_RECORD_BYTES = 4 * WORDS.value
 # Groups that one step of counting takes.
 GROUPS = 4
 
@@ -50,6 +49,11 @@ class Held(NamedTuple):
     base: int
 
 
+def record_bytes(num_keys: int) -> int:
+    """Of a group of rows."""
+    return 4 * WORDS.value * num_keys
+
+
 def requirements(call: Call) -> list[str]:
     """What `call` lacks to be served here."""
     return unmet({"a CUDA GPU of compute capability 8.0 or above": call.device == "cuda" and call.capability >= 80})
@@ -65,7 +69,7 @@ def invert(index: Tensor, length: Tensor, num_keys: int) -> Inverse:
         raise InputError(f"selection has {rows * slots} slots, an inverse names at most {MOST_SLOTS}: split the rows")
     index, length = index.contiguous(), length.contiguous()
     slot = torch.full((rows * slots,), -1, dtype=torch.int32, device=index.device)
-    run = GROUP_ROWS * max(1, scratch_bytes(SCRATCH_BYTES) // (_RECORD_BYTES * max(num_keys, 1)))
+    run = GROUP_ROWS * max(1, scratch_bytes(SCRATCH_BYTES) // record_bytes(max(num_keys, 1)))
     with torch.cuda.device_of(index):
         if rows <= run:
             record, count = _records(index, length, 0, rows, num_keys)
