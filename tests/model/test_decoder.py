@@ -1,11 +1,13 @@
 import dataclasses
+import gc
 import math
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from dsattn.config import DSAConfig, GQAConfig, IndexerConfig, MLAConfig, ModelConfig
+from dsattn.config import DSAConfig, GQAConfig, IndexerConfig, MLAConfig, ModelConfig, MTPConfig
 from dsattn.errors import InputError
 from dsattn.keys import Layout
 from dsattn.model import Decoder
@@ -95,6 +97,33 @@ def test_modes_and_sharing(attention, mode):
     assert list(out.kl) == ([1, 3] if mode in ("warmup", "sparse") else [])
     if out.kl:
         torch.testing.assert_close(out.kl_sum, out.kl[1] + out.kl[3])
+
+
+@pytest.mark.parametrize("attention", [MLA, GQA], ids=["mla", "gqa"])
+@pytest.mark.parametrize("mode", ["dense", "warmup", "sparse"])
+def test_a_layers_keys_values_and_index_are_gone_when_the_next_one_runs(attention, mode):
+    """By references alone, without the garbage collector, in decoder layers and depths of MTP."""
+    model = Decoder(config(attention, every=2, mtp=MTPConfig(depths=2)))
+    made, held = [], []
+
+    def entering(*_):
+        held.append(sum(one() is not None for one in made))
+
+    def leaving(module, args, out):
+        made.extend(weakref.ref(one) for one in (*out.entries, *(out.index or ())))
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(entering)
+        layer.register_forward_hook(leaving)
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.no_grad():
+            model(tokens(), Layout.causal(ROWS), Pass(mode=mode, with_kl=mode == "warmup"))
+    finally:
+        gc.enable()
+    assert len(made) >= 5
+    assert held == [0] * 5
 
 
 def test_the_two_losses_meet_nowhere():

@@ -1,13 +1,16 @@
 """One rank; losses of many are compared in tests/parallel/test_failures.py."""
 
+import gc
 import math
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from dsattn.config import DSAConfig, IndexerConfig, MLAConfig, ModelConfig, ParallelConfig, StageConfig, TrainConfig
-from dsattn.model.decoder import Decoder
+from dsattn.model.decoder import Decoder, DecoderOutput
 from dsattn.parallel.apply import Parallel
 from dsattn.parallel.mesh import ParallelMesh
 from dsattn.training import evaluation
@@ -43,6 +46,30 @@ def test_packs_that_are_shared_loss_have_the_same_loss(model: Decoder) -> None:
     loss = evaluation._shared_loss(whole, PACKS, StageConfig(mode="sparse"), TrainConfig())
     assert loss == pytest.approx(held_out_loss(model, PACKS, "sparse"), rel=1e-6)
     assert math.isnan(evaluation._shared_loss(whole, [evaluation._empty(PACKS[0])], StageConfig(), TrainConfig()))
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+def test_nothing_of_a_pack_is_held_while_the_next_runs(model: Decoder, shared: bool) -> None:
+    """Its hidden states and selections, by references alone, without the garbage collector."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    held: list[int] = []
+
+    def leaving(_: Any, __: Any, out: DecoderOutput) -> None:
+        made.extend(weakref.ref(one) for one in (out.hidden, *(one.index for one in out.selections.values())))
+
+    model.register_forward_pre_hook(lambda *_: held.append(sum(one() is not None for one in made)))
+    model.register_forward_hook(leaving)
+    gc.collect()
+    gc.disable()
+    try:
+        if shared:
+            evaluation._shared_loss(Parallel(model, ParallelMesh()), PACKS, StageConfig(mode="sparse"), TrainConfig())
+        else:
+            held_out_loss(model, PACKS, "sparse")
+    finally:
+        gc.enable()
+    assert len(made) == 6
+    assert held == [0, 0]
 
 
 def test_a_pack_of_padding_fills_up(model: Decoder) -> None:

@@ -106,7 +106,9 @@ def predict_ahead(
             sharing.after(at, out, key=config.num_layers + depth)
         if out.routing is not None:
             routing[at] = routing[at] + out.routing if at in routing else out.routing
-        first = first or out
         hidden = out.hidden
         outputs.append(hidden)
+        if first is None and mtp.shared_components:
+            first = out
+        del out  # its keys and values go before the next depth runs
     return tuple(outputs)

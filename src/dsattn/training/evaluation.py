@@ -20,7 +20,7 @@ from dsattn.parallel.fsdp import reshard
 from dsattn.parallel.mesh import ParallelMesh
 from dsattn.training.health import Health, Survey, indexer_health
 from dsattn.training.loader import micro_batches, to_device
-from dsattn.training.metrics import held_out_loss
+from dsattn.training.metrics import held_out_loss, summed_loss
 from dsattn.training.observed import counted_rows, evaluating
 from dsattn.training.packs import IGNORED_LABEL, Pack
 from dsattn.training.step import compute
@@ -115,8 +115,7 @@ def _forward(whole: Parallel, micros: Sequence[MicroBatch], run: Pass, train: Tr
             assert share.lm is not None, "the last stage gives it to all"
             return total + share.lm
         for micro in micros:
-            hidden = _whole(model)(micro.tokens, micro.layout, run).hidden
-            total += _whole(model).lm_loss(hidden, micro.labels, 1)
+            total += summed_loss(_whole(model), micro.tokens, micro.labels, micro.layout, run)
     return total
 
 
