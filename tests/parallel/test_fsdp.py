@@ -106,6 +106,7 @@ class Sent(TorchDispatchMode):
         self.forward: list[int] = []
         self.backward: list[int] = []
         self.reduced: list[int] = []
+        self.reduced_in: list[torch.dtype] = []
         self.most_whole = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,6 +119,7 @@ class Sent(TorchDispatchMode):
             self.most_whole = max(self.most_whole, len(whole))
         elif name == "_reduce_scatter_base_":
             self.reduced.append(args[1].numel())
+            self.reduced_in.append(args[1].dtype)
         return func(*args, **(kwargs or {}))
 
 
@@ -180,6 +182,23 @@ def test_a_fixed_layer_is_whole_until_its_backward_has_ended(two_shards: Paralle
     """Gradients go through it."""
     model, sent = step(two_shards, MODEL, "sparse", policy, fixed=1)
     assert sent.backward == sizes(model)[:0:-1]
+
+
+@pytest.mark.parametrize("modes", [("warmup", "sparse"), ("dense", "warmup", "sparse", "warmup", "frozen")], ids="-".join)
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+def test_layers_that_begin_to_learn_later_reduce_and_store_in_fp32(
+    two_shards: ParallelMesh, policy: Recompute, modes: tuple[Mode, ...]
+) -> None:
+    """In bfloat16, whose gradients torch would keep as they are where nothing learned when it first asked."""
+    train = TrainConfig(recompute=policy, dtype="bfloat16")
+    whole = apply(TEACHERS, two_shards, train)
+    packs = [Pack(torch.arange(16), torch.arange(16), Layout.packed([9, 7]), 16)] * 2
+    for mode in modes:
+        set_mode(whole.model, mode)
+        with Sent() as sent:
+            accumulate_gradients(whole, packs, StageConfig(mode=mode), train)
+        found = [one.grad.dtype for one in whole.model.parameters() if one.grad is not None]
+        assert set(found) == set(sent.reduced_in) == {torch.float32}
 
 
 @pytest.mark.parametrize("policy", ["none", "full"])

@@ -74,10 +74,14 @@ def follow_mode(model: nn.Module) -> None:
     """Behind a change of `requires_grad`: gather units for the backward, or ahead of it, where it reads weights.
 
     That is, unless indexers alone learn: torch would keep what it gathers then until the whole backward has ended.
+    Collective: each unit is gathered once. Torch asks only then, of what learns, which dtype gradients are reduced and
+    stored in, and would leave units that begin to learn later with that of their bfloat16 gradients.
     """
     reads = _backbone_learns(model)
     for unit in _units(model):
         unit.set_unshard_in_backward(reads)
+        unit.unshard()
+        unit.reshard()
 
 
 @contextlib.contextmanager
