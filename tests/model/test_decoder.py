@@ -101,20 +101,22 @@ def test_modes_and_sharing(attention, mode):
 
 @pytest.mark.parametrize("attention", [MLA, GQA], ids=["mla", "gqa"])
 @pytest.mark.parametrize("mode", ["dense", "warmup", "sparse"])
-def test_a_layers_keys_values_and_index_are_gone_when_the_next_one_runs(attention, mode):
-    """By references alone, without the garbage collector, in decoder layers and depths of MTP."""
+def test_what_no_later_layer_takes_is_gone_before_it_runs(attention, mode):
+    """Keys and values before the MLP, an index before the next layer, in MTP too; without the garbage collector."""
     model = Decoder(config(attention, every=2, mtp=MTPConfig(depths=2)))
-    made, held = [], []
+    entries, indices, held = [], [], []
 
-    def entering(*_):
-        held.append(sum(one() is not None for one in made))
+    def alive(made):
+        return sum(one() is not None for one in made)
 
-    def leaving(module, args, out):
-        made.extend(weakref.ref(one) for one in (*out.entries, *(out.index or ())))
+    def attended(module, args, out):
+        entries.extend(map(weakref.ref, out.entries))
+        indices.extend(map(weakref.ref, out.index or ()))
 
     for layer in model.model.layers:
-        layer.register_forward_pre_hook(entering)
-        layer.register_forward_hook(leaving)
+        layer.register_forward_pre_hook(lambda *_: held.append(alive(entries) + alive(indices)))
+        layer.self_attn.register_forward_hook(attended)
+        layer.mlp.register_forward_pre_hook(lambda *_: held.append(alive(entries)))
     gc.collect()
     gc.disable()
     try:
@@ -122,8 +124,9 @@ def test_a_layers_keys_values_and_index_are_gone_when_the_next_one_runs(attentio
             model(tokens(), Layout.causal(ROWS), Pass(mode=mode, with_kl=mode == "warmup"))
     finally:
         gc.enable()
-    assert len(made) >= 5
-    assert held == [0] * 5
+    assert len(entries) >= 5
+    assert bool(indices) == (mode != "dense")
+    assert held == [0] * 10
 
 
 def test_the_two_losses_meet_nowhere():

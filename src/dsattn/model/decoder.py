@@ -118,7 +118,7 @@ class Backbone(nn.Module):
                 routing[index] = out.routing
             if out.cache is not None:
                 grown.append(out.cache)
-            del out  # keys and values of every head, which `sharing` does not keep, go before the next layer runs
+            del out  # what `sharing` does not keep of it goes before the next layer runs
         return hidden, None if caches is None else tuple(grown)
 
     def run_depths(

@@ -29,7 +29,10 @@ from dsattn.selection import Selection
 
 @dataclass(frozen=True)
 class LayerOutput(AttentionOutput):
-    """The attention's output with the new residual stream as `hidden`. routing: None in a layer without experts."""
+    """The attention's output with the new residual stream as `hidden`. routing: None in a layer without experts.
+
+    entries: empty but in a depth of multi-token prediction that hands them on: else they would be held beside the MLP.
+    """
 
     routing: Routing | None = None
 
@@ -48,6 +51,7 @@ class DecoderLayer(nn.Module):
             else SwiGLU(config.hidden_size, config.intermediate_size)
         )
         self.window = config.sliding_window if config.all_types[layer_index] == "sliding" else None
+        self.hands_entries = layer_index >= config.num_layers and config.mtp.shares("latent_kv")
 
     def forward(
         self,
@@ -75,7 +79,8 @@ class DecoderLayer(nn.Module):
     ) -> AttentionOutput:
         if self.window is not None:
             layout = layout.last(self.window)
-        return self.self_attn(self.input_layernorm(hidden), layout, run, selection=selection, cache=cache)
+        attended = self.self_attn(self.input_layernorm(hidden), layout, run, selection=selection, cache=cache)
+        return attended if self.hands_entries else dataclasses.replace(attended, entries=())
 
     def _feed_forward(self, run: Pass, hidden: Tensor, layout: Layout) -> tuple[Tensor, Routing | None]:
         normed = self.post_attention_layernorm(hidden)

@@ -110,5 +110,5 @@ def predict_ahead(
         outputs.append(hidden)
         if first is None and mtp.shared_components:
             first = out
-        del out  # its keys and values go before the next depth runs
+        del out  # what later depths do not take goes before the next one runs
     return tuple(outputs)
