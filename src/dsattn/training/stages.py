@@ -36,7 +36,7 @@ def learns(mode: Mode) -> tuple[bool, bool]:
 def set_mode(model: Model, mode: Mode) -> None:
     """Set `requires_grad` of every parameter by `mode`, and drop gradients of what no longer learns.
 
-    Raises InputError where the mode would train an indexer and the model has none.
+    Collective with FSDP2. Raises InputError where the mode would train an indexer and the model has none.
     """
     backbone, indexer = learns(mode)
     index_parameters = _index_parameters(model)
