@@ -1,6 +1,8 @@
 import dataclasses
+import gc
 import math
 import sys
+import weakref
 from types import ModuleType
 
 import pytest
@@ -128,6 +130,34 @@ def test_sparse_is_not_dense_here():
     sparse, dense = (module(hidden, layout, Pass(mode=mode)).hidden for mode in ("sparse", "dense"))
     torch.testing.assert_close(sparse[:TOP_K], dense[:TOP_K], rtol=1e-4, atol=1e-5)
     assert (sparse[TOP_K:] - dense[TOP_K:]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("mode", ["warmup", "sparse"])
+def test_projected_queries_are_gone_while_attention_runs(mode, monkeypatch):
+    """But for what attention reads: by references alone, without the garbage collector."""
+    module, made, held = attention(), [], []
+    queries, attend = module.queries, module.attend
+
+    def noting(*args):
+        latent, *parts = queries(*args)
+        made.extend(map(weakref.ref, parts))
+        return latent, *parts
+
+    def counting(*args):
+        held.append(sum(one() is not None for one in made))
+        return attend(*args)
+
+    monkeypatch.setattr(module, "queries", noting)
+    monkeypatch.setattr(module, "attend", counting)
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.no_grad():
+            module(torch.randn(9, MODEL), Layout.causal(9), Pass(mode=mode))
+    finally:
+        gc.enable()
+    assert len(made) == 2
+    assert held == [0]
 
 
 def test_scale_is_the_published_one():

@@ -103,6 +103,7 @@ class MLASelfAttention(SelfAttention):
                 with torch.no_grad():
                     teacher = torch.cat((torch.einsum("thn,hnc->thc", q_nope, w_uk), q_rope), -1), keys[0]
             entries = self.expanded(*keys[0].split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1))
+        del q_nope, q_rope  # what they are views of is not held while attention runs
         attended = self.attend(turn, q, entries, index, teacher)
 
         out = attended.hidden
