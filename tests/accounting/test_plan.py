@@ -60,6 +60,8 @@ PEAKS = [
     ("mla", "dense", "none", "float32"),
     ("mla", "dense", "full", "float32"),
     ("mla", "warmup", "none", "float32"),
+    ("mla", "warmup", "full", "float32"),
+    ("shared", "warmup", "none", "bfloat16"),
     ("mla", "sparse", "none", "bfloat16"),
     ("mla", "sparse", "selective", "float32"),
     ("mla", "frozen", "full", "float32"),

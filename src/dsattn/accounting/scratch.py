@@ -137,7 +137,7 @@ def indexer_loss(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
         return 0
     indexer, rows = one.config.dsa.indexer, here.rows // here.indexer_shards
     if device == "cpu":
-        return 0 if one.sparse else 9 * CPU_BLOCK // 8
+        return 0 if one.sparse else CPU_BLOCK
     sums = FP32 * here.keys * indexer.head_dim
     if not one.sparse:
         return sums + loss_target(one, here, device)
