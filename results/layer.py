@@ -25,15 +25,20 @@ def main() -> None:
     sys.stdout.buffer.write(draw(layer_lines(latest(read("kernels.jsonl")))))
 
 
+def layer_records(newest: Sequence[dict[str, Any]], *, deterministic: bool = False) -> list[dict[str, Any]]:
+    """Those of one layer with 64 heads on Hopper, by tokens."""
+    want = ("dsa_layer", "hopper", 64, deterministic)
+    return [one for one in newest if (one["op"], one["backend"], one["shape"]["H"], one["deterministic"]) == want]
+
+
 def layer_lines(newest: Sequence[dict[str, Any]]) -> dict[str, Line]:
-    """Label -> (tokens, ms) of one layer with 64 heads on Hopper: ours, and what it is compared with."""
+    """Label -> (tokens, ms) of that layer, as fast as can be: ours, and what it is compared with."""
     lines: dict[str, Line] = {OURS: [], DENSE: [], VENDORS: []}
-    for record in newest:
-        if (record["op"], record["backend"], record["shape"]["H"]) == ("dsa_layer", "hopper", 64):
-            tokens, peers = record["shape"]["S"], record["peers"]
-            lines[OURS].append((tokens, record["ms"]["median"]))
-            for label, peer in PEERS.items():
-                lines[label] += [(tokens, peers[peer])] if peer in peers else []
+    for record in layer_records(newest):
+        tokens, peers = record["shape"]["S"], record["peers"]
+        lines[OURS].append((tokens, record["ms"]["median"]))
+        for label, peer in PEERS.items():
+            lines[label] += [(tokens, peers[peer])] if peer in peers else []
     return lines
 
 

@@ -19,6 +19,7 @@ import torch
 from dsattn import __version__
 from dsattn.backends import TABLE, Choice, choose
 from dsattn.config import RunConfig
+from dsattn.ops.dsa import choose_whole
 from dsattn.plan import run_calls
 from dsattn.training.metrics import Health, read_metrics
 from dsattn.training.runs import config_from_dict
@@ -97,12 +98,15 @@ def middle(values: list[float | None]) -> float | None:
 
 
 def chosen(config: RunConfig) -> dict[str, Choice]:
-    """Who serves each operation of the run on this machine. A backend that an operation lacks is for its parts."""
-    named = config.model.dsa.backend
-    return {
-        name: choose(name, call, named if any(row.name == named for row in TABLE[name]) else "auto")
-        for name, call in run_calls(config).items()
-    }
+    """Who serves each operation of the run on this machine. An operation without the named backend is left to auto."""
+    named, found = config.model.dsa.backend, {}
+    for name, call in run_calls(config).items():
+        operation, _, direction = name.partition(".")
+        if operation == "dsa_attention":
+            found[name] = choose_whole(direction, call, named)
+        else:
+            found[name] = choose(name, call, named if any(row.name == named for row in TABLE[name]) else "auto")
+    return found
 
 
 def recall(health: dict[str, Any] | None) -> dict[str, float | None] | None:

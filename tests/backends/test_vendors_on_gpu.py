@@ -25,7 +25,10 @@ from dsattn.testing import SCORES, hostile_scores
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),  # of what tilelang imports
+    # What TileLang and the package of its kernels say of themselves, at import and when they compile.
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*disable_tma_lower:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Transformer Engine and Apex:UserWarning"),
 ]
 GPU, SLOTS, LIMIT = "cuda", 128, 3e-2
 LAYOUTS = {

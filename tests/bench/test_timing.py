@@ -51,6 +51,16 @@ def test_long_calls_are_repeated_less(monkeypatch):
     assert asked == [1, 3, 1, 2, 1, 10]
 
 
+@pytest.mark.parametrize(("seconds", "untimed"), [(10.0, 3), (0.15, 2), (0.0, 0)])
+def test_a_gpu_works_for_a_while_before_it_is_timed(seconds, untimed, sleep, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        timing, "_events", lambda runs, repeats, _: [run() for run in runs * repeats] and [9e3] * repeats
+    )
+    measure([lambda: (sleep(0.1), calls.append(1))], torch.device("cuda"), seconds=seconds)
+    assert len(calls) == 1 + untimed + 1 + 3
+
+
 def test_a_cpu_has_one_set_and_no_peak():
     assert copies(1, CPU) == 1
     assert peak_bytes(lambda: pytest.fail("run"), CPU) is None

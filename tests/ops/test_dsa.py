@@ -290,6 +290,9 @@ def test_names_go_to_the_operation_or_to_its_parts(made_up: list[int]) -> None:
     assert not made_up
     assert_equal(run(fused, case, backend="made_up"), want)
     assert len(made_up) == 1
+    call = Call.of((case.q, case.kv), len(case.kv))
+    served = {name: dsa.choose_whole("forward", call, name).name for name in ("auto", "made_up", "triton", "composed")}
+    assert served == {"auto": "made_up", "made_up": "made_up", "triton": "composed", "composed": "composed"}
 
 
 def test_a_loss_from_wrong_shares_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

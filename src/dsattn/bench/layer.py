@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsattn.backends import TABLE, Call, choose
+from dsattn.backends import Call
 from dsattn.bench import oracle
 from dsattn.bench.cases import Operands, Setting, described, indexer, mla
 from dsattn.bench.oracle import Error, Triple
@@ -24,6 +24,7 @@ from dsattn.bench.trials import (
     size,
 )
 from dsattn.ops import dsa_attention, select_keys
+from dsattn.ops.dsa import choose_whole
 from dsattn.selection import Selection
 
 _LEARNS = ("q", "k", "q_i", "k_i", "w")
@@ -40,8 +41,6 @@ def layer_trial(setting: Setting) -> Trial:
     shape = {**described(setting, sets[0]), "K": setting.shape.top_k}
     rest = {"heads": shape["H"], "width": shape["C"], "value_width": shape["V"], "top_k": shape["K"]}
     call = Call.of(sets[0].take("q")[0], setting.keys, deterministic=setting.deterministic, **rest)
-    # As the operation does: any other name is for its parts.
-    named = setting.backend if any(row.name == setting.backend for row in TABLE["dsa_attention.forward"]) else "auto"
     pairs, index_work = setting.rows * shape["K"], shape["H_I"] * shape["D"]
     attention_work = 2 * shape["H"] * (4 * shape["C"] + 3 * shape["V"])
     loss_work = 2 * shape["H"] * shape["C"] + 8 * index_work
@@ -50,7 +49,7 @@ def layer_trial(setting: Setting) -> Trial:
         setting=setting,
         shape=shape,
         sets=sets,
-        choice=choose("dsa_attention.forward", call, named),
+        choice=choose_whole("forward", call, setting.backend),
         prepare=lambda operands: _step(setting, operands),
         check=lambda: layer_error(setting, sets[0]),
         flops=pairs * (attention_work + loss_work) + 2 * index_work * setting.visible_pairs,

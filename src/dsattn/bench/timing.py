@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 Run = Callable[[], object]
+_WARM_UP = 0.3  # seconds at most in which a GPU works before it is timed
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,17 @@ def measure(
 ) -> Times:
     """Median, fastest and slowest of repeated calls, taking `runs` in turn.
 
-    Each of `runs` is called once before, untimed: it compiles, and fills caches of memory. seconds: about how long to
-    repeat, between `least` and `most` times; calls of half a second and more three times at least. A GPU's calls are
-    enqueued without waiting between them, so that a call longer than its own launch is timed without the launch.
+    Each of `runs` is called once before, untimed: it compiles, and fills caches of memory. On a GPU the first goes on
+    for 0.3 s, or `seconds`: a process launches its first calls more slowly. seconds: about how long to repeat, between
+    `least` and `most` times; calls of half a second and more three times at least. A GPU's calls are enqueued without
+    waiting between them, so that a call longer than its own launch is timed without the launch.
     """
     for run in runs:
         run()
     clock = _events if device.type == "cuda" else _wall
+    began = time.perf_counter()
+    while device.type == "cuda" and time.perf_counter() - began < min(_WARM_UP, seconds):
+        clock(runs[:1], 1, device)
     (once,) = clock(runs[:1], 1, device)
     repeats = max(least if once < 500 else min(least, 3), min(most, int(1e3 * seconds / max(once, 1e-3))))
     taken = sorted(clock(runs, repeats, device))

@@ -75,10 +75,14 @@ def _choose(
     direction: str, q: Tensor, kv: Tensor, index: Tensor, value_dim: int, deterministic: bool, backend: str
 ) -> Choice:
     rest = {"heads": q.shape[1], "width": q.shape[2], "value_width": value_dim, "top_k": index.shape[1]}
-    call = Call.of((q, kv), kv.shape[0], deterministic=deterministic, **rest)
+    return choose_whole(direction, Call.of((q, kv), kv.shape[0], deterministic=deterministic, **rest), backend)
+
+
+def choose_whole(direction: str, call: Call, backend: str) -> Choice:
+    """Who serves `dsa_attention` as one operation: `composed` for a name that is for its parts."""
     operation = f"dsa_attention.{direction}"
     own = backend == "auto" or any(row.name == backend for row in TABLE[operation])
-    return choose(operation, call, backend if own else "composed")  # any other name is for the parts
+    return choose(operation, call, backend if own else "composed")
 
 
 def _of_part(operation: str, backend: str) -> str:
