@@ -23,13 +23,7 @@ from dsattn.ops.sparse_mla import backward_reference, forward_reference
 from dsattn.selection import Selection
 from dsattn.testing import SCORES, hostile_scores
 
-pytestmark = [
-    pytest.mark.gpu,
-    # What TileLang and the package of its kernels say of themselves, at import and when they compile.
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*disable_tma_lower:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Transformer Engine and Apex:UserWarning"),
-]
+pytestmark = pytest.mark.gpu
 GPU, SLOTS, LIMIT = "cuda", 128, 3e-2
 LAYOUTS = {
     "causal": Layout.causal(251),
@@ -40,6 +34,8 @@ needs = {
     name: pytest.mark.skipif(find_spec(name) is None, reason=f"needs the package {name}")
     for name in ("flash_mla", "cudnn", "deep_gemm", "tilelang")
 }
+# It and the package of its kernels warn of themselves, when they are imported and when they compile.
+tilelang = (needs["tilelang"], pytest.mark.filterwarnings("ignore"))
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -95,7 +91,7 @@ def quietly(run):
 
 ATTENDS = [
     *(pytest.param("flash_mla", heads, marks=needs["flash_mla"]) for heads in (16, 64, 128)),
-    pytest.param("tilelang", 64, marks=needs["tilelang"]),
+    pytest.param("tilelang", 64, marks=tilelang),
 ]
 
 
@@ -171,7 +167,7 @@ def indexer(layout: Layout, heads: int, *, whole: bool = True) -> tuple[Tensor, 
     ("backend", "heads"),
     [
         pytest.param("cudnn", 16, marks=needs["cudnn"]),
-        pytest.param("tilelang", 32, marks=needs["tilelang"]),
+        pytest.param("tilelang", 32, marks=tilelang),
     ],
 )
 def test_select_keys(backend, heads):
