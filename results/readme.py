@@ -167,7 +167,7 @@ def trainings(tokens: int, runs: dict[str, dict[str, Any]]) -> list[str]:
         ", ".join(f"{one['tokens_per_second']:,.0f} ({one['mfu']:.1%})" for one in run["stages"])
         for run in runs.values()
     )
-    return [what, "one H200", "; ".join(told), source("training", list(runs.values())[-1])]
+    return [what, "one H200", "; ".join(told), f"results/training.jsonl, {commits(runs.values())}"]
 
 
 def recompute() -> list[str]:
