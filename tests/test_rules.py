@@ -272,7 +272,7 @@ def test_rule_sees_a_breach(rule: Rule, path: str, source: str) -> None:
             "from dsattn.backends.triton import tiles\nfrom dsattn.backends import Call",
         ),
         (wrong_arrows, "backends/hopper/x.py", "from dsattn.backends.triton.launch import launch"),
-        (wrong_arrows, "backends/hopper/sparse_mla.py", "from dsattn.backends.triton.invert import places_of_run"),
+        (wrong_arrows, "backends/hopper/sparse_mla.py", "from dsattn.backends.triton.invert import places_of_runs"),
         (wrong_arrows, "bench/x.py", "from dsattn.backends import cudnn"),
         (wrong_vendors, "backends/triton/x.py", "import triton.language as tl"),
         (wrong_vendors, TOKENIZER, "def f():\n    import transformers"),

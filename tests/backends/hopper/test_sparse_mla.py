@@ -56,26 +56,39 @@ def test_requires_a_triton_that_compiles_it(version: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("keys", [1, 4096, 2**20])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_runs_fit_the_scratch(heads: int, width: int, slots: int, keys: int, itemsize: int) -> None:
-    """Contributions, lines, and the records of whole groups of rows; a row more may be the first of a group."""
-    from dsattn.backends.hopper.sparse_mla import rows_of_run
+    """Contributions, and lines and records of the runs that are placed together; these have a part of it at most."""
+    from dsattn.backends.hopper.sparse_mla import runs_of_rows
 
-    def scratch(rows: int) -> int:
-        return rows * slots * (itemsize * width * -(-heads // 64) + 4) + 32 * keys * -(-rows // 224)
+    line = slots * itemsize * width * -(-heads // 64)
+
+    def places(rows: int) -> int:
+        return 4 * rows * slots + 32 * keys * -(-rows // 224)
 
     for allowed in (2**31, 2**29, 2**26):
         with settings(scratch_bytes=allowed):
-            rows = rows_of_run(10**9, heads, width, slots, keys, itemsize)
-            assert scratch(rows) <= allowed < scratch(rows + 1) + 32 * keys + rows  # whole bytes a row
-            assert rows_of_run(3, heads, width, slots, keys, itemsize) == 3
+            rows, together = runs_of_rows(10**9, heads, width, slots, keys, itemsize)
+            assert rows * line + together * places(rows) <= allowed
+            # A row more may be the first of a group in each run; a group has whole bytes a row.
+            assert allowed * 31 / 32 < (rows + 1) * line + together * (places(rows + 1) + 32 * keys + rows)
+            assert together == 1 or together * places(rows) <= allowed // 32
+            assert runs_of_rows(3, heads, width, slots, keys, itemsize) == (3, 1)
     with settings(scratch_bytes=2**60):  # a contribution is named by an int32
-        assert rows_of_run(2**40, heads, width, slots, keys, itemsize) == (2**31 - 1) // slots
+        assert runs_of_rows(2**40, heads, width, slots, keys, itemsize) == ((2**31 - 1) // slots, 1)
 
 
 def test_a_run_has_a_row() -> None:
     from dsattn.backends.hopper import sparse_mla
 
     with settings(scratch_bytes=1):
-        assert sparse_mla.rows_of_run(5, 64, 576, 2048, 100, 2) == 1
+        assert sparse_mla.runs_of_rows(5, 64, 576, 2048, 100, 2) == (1, 1)
+
+
+def test_places_of_all_runs_are_found_together_where_keys_are_few() -> None:
+    from dsattn.backends.hopper.sparse_mla import runs_of_rows
+
+    rows, together = runs_of_rows(4096, 64, 576, 2048, 4096, 2)
+    assert together == -(-4096 // rows) == 5
+    assert runs_of_rows(4096, 64, 576, 2048, 2**20, 2).together == 1
 
 
 @pytest.mark.parametrize(("rows", "heads", "keys", "top_k"), [(0, 2, 5, 3), (3, 0, 5, 3), (3, 2, 0, 2), (3, 2, 5, 0)])
@@ -415,14 +428,21 @@ def test_strides_and_offsets(hopper: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [64, 128])
-def test_runs_of_rows(hopper: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in three runs and in one give the same up to the order of fp32 sums; keys that a run does not hold too."""
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_runs_of_rows(hopper: str, heads: int, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in three runs and in one give the same up to the order of fp32 sums; keys that a run does not hold too.
+
+    Whether the runs' places are found one by one, two and then one, or at once changes no bit.
+    """
     from dsattn.backends.hopper import sparse_mla
 
     case = make(Layout.packed([40, 60, 20]), sizes(heads), hopper)
     selection = choose_keys(case)
-    monkeypatch.setattr(sparse_mla, "rows_of_run", lambda rows, *_: 50)
-    assert_within_budget(run(case, selection, case.sink, True), case, selection, case.sink)
+    monkeypatch.setattr(sparse_mla, "runs_of_rows", lambda *_: (50, together))
+    got = run(case, selection, case.sink, True)
+    assert_within_budget(got, case, selection, case.sink)
+    monkeypatch.setattr(sparse_mla, "runs_of_rows", lambda *_: (50, 1))
+    assert all(value.equal(got[name]) for name, value in run(case, selection, case.sink, True).items())
 
 
 @pytest.mark.gpu
@@ -441,19 +461,6 @@ def test_both_routes(hopper: str, heads: int, width: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(sparse_mla, "CONTRIBUTIONS_FROM", 120)
     for name, value in run(case, selection, case.sink).items():
         assert value.equal(expected[name]), name
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("most", [120, 50])
-def test_one_warp_a_key(hopper: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with many keys; in one run of rows or three."""
-    from dsattn.backends.hopper import sparse_mla, sparse_mla_reduce
-
-    case = make(Layout.packed([40, 60, 20]), sizes(64), hopper)
-    selection = choose_keys(case)
-    monkeypatch.setattr(sparse_mla, "rows_of_run", lambda *_: most)
-    monkeypatch.setattr(sparse_mla_reduce, "FEW_KEYS", 0)
-    assert_within_budget(run(case, selection, case.sink, True), case, selection, case.sink)
 
 
 @pytest.mark.gpu
@@ -492,22 +499,19 @@ def test_under_a_cuda_graph(hopper: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("few", "most"), [(32768, 120), (0, 120), (0, 50)])
+@pytest.mark.parametrize("most", [120, 50])
 @pytest.mark.parametrize(("heads", "width"), [(64, 576), (128, 576), (65, 512)])
-def test_fp32_contributions(
-    hopper: str, heads: int, width: int, few: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp32_contributions(hopper: str, heads: int, width: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits repeat, and dkv is that of atomics up to the order of fp32 sums, which bf16 contributions are not.
 
-    Two warps a key and one; one run of rows and three.
+    One run of rows and three.
     """
-    from dsattn.backends.hopper import sparse_mla, sparse_mla_reduce
+    from dsattn.backends.hopper import sparse_mla
 
     case = make(Layout.packed([40, 60, 20]), sizes(heads, width), hopper)
     selection = choose_keys(case)
     atomic, rounded = (run(case, selection, case.sink, deterministic) for deterministic in (False, True))
-    monkeypatch.setattr(sparse_mla, "rows_of_run", lambda *_: most)
-    monkeypatch.setattr(sparse_mla_reduce, "FEW_KEYS", few)
+    monkeypatch.setattr(sparse_mla, "runs_of_rows", lambda *_: (most, 2))
     with settings(fp32_contributions=True):
         got, again = (run(case, selection, case.sink, True) for _ in range(2))
     assert_within_budget(got, case, selection, case.sink)

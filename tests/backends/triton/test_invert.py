@@ -109,18 +109,24 @@ def test_refuses_what_int32_cannot_name() -> None:
     [
         (5, 7, 9, 0, 5),
         (300, 5, 8, 0, 300),
-        (70, 33, 200, 3, 64),  # a run that starts and ends between words
+        (70, 33, 200, 3, 64),  # runs that start and end between words
         (40, 4, 1, 8, 32),
         (3, 1100, 1200, 1, 1),
         (2, 5, 4, 0, 2),
+        (500, 3, 70, 7, 230),  # a run's last group is not full
+        (9, 5, 4, 0, 20),
     ],
 )
 def test_places(device: str, rows: int, slots: int, keys: int, first: int, run: int) -> None:
+    """Of all rows from `first` on, in as many runs as that takes, found together."""
     index, length = random_index(rows, slots, keys, device)
-    line, start = brute_force_places(index.cpu(), length.cpu(), first, run, keys)
-    got = invert.places_of_run(index, length, first, run, keys)
-    assert got.line.cpu().equal(line)
-    assert got.start.tolist() == start
+    got = list(invert.places_of_runs(index, length, first, rows - first, run, keys))
+    assert len(got) == -(-(rows - first) // run)
+    for number, places in enumerate(got):
+        begin = first + number * run
+        line, start = brute_force_places(index.cpu(), length.cpu(), begin, min(run, rows - begin), keys)
+        assert places.line.cpu().equal(line)
+        assert (places.start - places.start[0]).tolist() == start
 
 
 def test_more_groups_than_a_step_counts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

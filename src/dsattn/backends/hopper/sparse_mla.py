@@ -6,13 +6,14 @@ Letters: T query rows, S keys, H heads, C latent width, V value width, K kept ke
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from dsattn.backends import Call, contribution_dtype, scratch_bytes, unmet
-from dsattn.backends.triton.invert import GROUP_ROWS, places_of_run, record_bytes
+from dsattn.backends.triton.invert import GROUP_ROWS, bytes_of_places, places_of_runs, record_bytes
 from dsattn.backends.triton.launch import launch
 from dsattn.backends.vendors import positive_scale
 from dsattn.errors import BackendUnavailable
@@ -25,6 +26,9 @@ HEADS = 64  # of one block of threads
 # From so many keys on dkv is so much larger than the L2 that writing contributions and summing them beats atomics: 5 %
 # slower at 32768 keys, 28 % faster at 65536, a third at 131072; and the same bits every time.
 CONTRIBUTIONS_FROM = 40960
+
+# Of the scratch, what places of several runs may take that are found together.
+PLACES = 1 / 32
 
 # Whose Gluon these kernels compile with.
 TRITON = ("3.6", "3.7")
@@ -136,14 +140,16 @@ def sparse_mla_backward(
             reduce.gather_additions(additions, dkv)
         else:
             dtype = contribution_dtype(q.dtype)
-            most = rows_of_run(rows, heads, width, slots, keys, dtype.itemsize)
+            most, together = runs_of_rows(rows, heads, width, slots, keys, dtype.itemsize)
             buffer = q.new_empty(most * slots, blocks, width, dtype=dtype)
             total = torch.empty(keys if most < rows else 0, width, dtype=torch.float32, device=kv.device)
-            for first in range(0, rows, most):
-                count = min(most, rows - first)
-                places = places_of_run(index, length, first, count, keys)
-                run(first, count, places.line, buffer)
-                reduce.add_contributions(buffer, places.start, total, dkv, first == 0, first + count == rows)
+            for begin in range(0, rows, most * together):
+                first = begin
+                for places in places_of_runs(index, length, begin, min(most * together, rows - begin), most, keys):
+                    count = places.line.shape[0]
+                    run(first, count, places.line, buffer)
+                    reduce.add_contributions(buffer, places.start, total, dkv, first == 0, first + count == rows)
+                    first += count
     return dq if sign == 1 else dq.mul_(sign), dkv
 
 
@@ -157,15 +163,29 @@ def by_atomics(keys: int, deterministic: bool) -> bool:
     return not deterministic and keys < CONTRIBUTIONS_FROM
 
 
-def rows_of_run(rows: int, heads: int, width: int, slots: int, keys: int, itemsize: int) -> int:
-    """Rows whose contributions, with their lines and the records that place them, fit into the scratch.
+class Runs(NamedTuple):
+    """How a backward is cut."""
 
-    At least one. An int32 names each contribution, however much scratch there is.
+    rows: int  # of a run, whose contributions the scratch holds at a time
+    together: int  # runs whose places are found at once
+
+
+def runs_of_rows(rows: int, heads: int, width: int, slots: int, keys: int, itemsize: int) -> Runs:
+    """Runs whose contributions, with the places of those that are found together, fit into the scratch.
+
+    A run has a row at least. An int32 names each contribution, however much scratch there is.
     """
-    group = record_bytes(keys)
-    a_row = slots * (itemsize * width * blocks_of_heads(heads) + 4) + -(-group // GROUP_ROWS)
-    fitting = (scratch_bytes() - group) // a_row  # the last group may have a row alone
-    return min(rows, max(1, min(fitting, (2**31 - 1) // slots)))
+    scratch, group = scratch_bytes(), record_bytes(keys)
+    a_row = slots * itemsize * width * blocks_of_heads(heads)
+    named = (2**31 - 1) // slots
+    # The last group of a run may have a row alone.
+    most = (scratch - group) // (a_row + 4 * slots + -(-group // GROUP_ROWS))
+    most = min(rows, max(1, min(most, named)))
+    places = bytes_of_places(most, slots, keys)
+    together = max(1, min(-(-rows // most), named // most, int(PLACES * scratch) // places))
+    if together > 1:
+        most = min(most, (scratch - together * places) // a_row)
+    return Runs(most, together)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """What stands after the backward kernel of sparse MLA on Hopper, in plain Triton: gradients of keys are put together.
 
 By `gather_additions`, or by `add_contributions`: those of one key lie side by side, in the order of rows, where
-`dsattn.backends.triton.invert.places_of_run` told the kernel to put them.
+`dsattn.backends.triton.invert.places_of_runs` told the kernel to put them.
 
 Register order is the order in which the backward kernel leaves channels in memory. A tensor core product gives a thread
 two neighbouring channels of every eight; four fp32 (eight bf16) of them are stored together:
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dsattn.backends.triton.launch import launch
 
-# Below so many keys two warps sum the contributions of one.
-FEW_KEYS = 32768
+# Of a key, summed at a time: more in flight, or fewer, is slower.
+LINES = 4
 
 
 def gather_additions(additions: Tensor, dkv: Tensor) -> None:
@@ -47,10 +47,7 @@ def add_contributions(
     `first` and `last`. dkv: [S, C], written by the last.
     """
     _, blocks, width = contributions.shape
-    # Few keys have many lines each, and one warp would be too slow for them.
-    warps = 2 if dkv.shape[0] < FEW_KEYS else 1
-    lines = 8 // contributions.element_size() * warps
-    constants = {"C": width, "BLOCKS": blocks, "FIRST": first, "LAST": last, "LINES": lines, "num_warps": warps}
+    constants = {"C": width, "BLOCKS": blocks, "FIRST": first, "LAST": last, "LINES": LINES, "num_warps": 2}
     launch(_contributions_kernel, (dkv.shape[0],), contributions, start, total, dkv, **constants)
 
 
@@ -68,11 +65,12 @@ def _contributions_kernel(
 ):
     """One key a program. C is 512, or 512 and a rest that is a power of two.
 
-    A warp reads 4 KB at a time and waits for no other: two share the 512 channels, 256 each, and meet at the end.
+    Two warps share the 512 channels, 256 each, and meet at the end: neither waits for the other before.
     """
     key = tl.program_id(0).to(tl.int64)
-    first = tl.load(start + key).to(tl.int64) * BLOCKS
-    stop = tl.load(start + key + 1).to(tl.int64) * BLOCKS
+    base = tl.load(start)
+    first = (tl.load(start + key) - base).to(tl.int64) * BLOCKS
+    stop = (tl.load(start + key + 1) - base).to(tl.int64) * BLOCKS
     total += key * C
     dkv += key * C
     if FIRST or LAST or first < stop:
@@ -83,7 +81,7 @@ def _contributions_kernel(
         if C > 512:
             rest = 512 + tl.arange(0, C - 512)
             rest_sums = tl.zeros([LINES, C - 512], tl.float32)
-        for at in range(first, stop, LINES):
+        for at in tl.range(first, stop, LINES, num_stages=3):
             line = at + tl.arange(0, LINES).to(tl.int64)
             held = (line < stop)[:, None]
             lines = contributions + line[:, None] * C

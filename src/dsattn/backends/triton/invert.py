@@ -7,6 +7,7 @@ A row's keys are distinct, as a Selection promises. No launch depends on values:
 Letters: T query rows, S keys, K kept keys, R rows of a run.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ GROUPS = 4
 class Places(NamedTuple):
     """Where contributions of a run of rows go. line: [R, K] int32, -1 in empty slots. start: [S + 1] int32.
 
-    Key s has the lines start[s] .. start[s + 1] - 1, one a row that selected it, in the order of rows.
+    Key s has the lines start[s] .. start[s + 1] - 1, less start[0], one a row that selected it, in the order of rows.
     """
 
     line: Tensor
@@ -54,6 +55,11 @@ def record_bytes(num_keys: int) -> int:
     return 4 * WORDS.value * num_keys
 
 
+def bytes_of_places(rows: int, slots: int, num_keys: int) -> int:
+    """Lines of a run, and the records they are found by."""
+    return 4 * rows * slots + record_bytes(num_keys) * triton.cdiv(rows, GROUP_ROWS)
+
+
 def requirements(call: Call) -> list[str]:
     """What `call` lacks to be served here."""
     return unmet({"a CUDA GPU of compute capability 8.0 or above": call.device == "cuda" and call.capability >= 80})
@@ -69,33 +75,38 @@ def invert(index: Tensor, length: Tensor, num_keys: int) -> Inverse:
         raise InputError(f"selection has {rows * slots} slots, an inverse names at most {MOST_SLOTS}: split the rows")
     index, length = index.contiguous(), length.contiguous()
     slot = torch.full((rows * slots,), -1, dtype=torch.int32, device=index.device)
-    run = GROUP_ROWS * max(1, scratch_bytes(SCRATCH_BYTES) // record_bytes(max(num_keys, 1)))
+    most = GROUP_ROWS * max(1, scratch_bytes(SCRATCH_BYTES) // record_bytes(max(num_keys, 1)))
+    run = min(max(rows, 1), most)
     with torch.cuda.device_of(index):
         if rows <= run:
-            record, count = _records(index, length, 0, rows, num_keys)
+            record, count = _records(index, length, 0, rows, run, num_keys)
             offset = count.cumsum(0, dtype=torch.int32)
-            _put(index, length, record, offset, slot, (0, rows), lines=False)
+            _put(index, length, record, offset, slot, (0, rows, run), lines=False)
             return Inverse(slot, offset)
         offset = _counted(index, length, num_keys).cumsum(0, dtype=torch.int32)
         start = offset.clone()
         for first in range(0, rows, run):
             held = min(run, rows - first)
-            record, count = _records(index, length, first, held, num_keys)
-            _put(index, length, record, start, slot, (first, held), lines=False)
+            record, count = _records(index, length, first, held, run, num_keys)
+            _put(index, length, record, start, slot, (first, held, run), lines=False)
             start[:-1] += count[1:]
     return Inverse(slot, offset)
 
 
-def places_of_run(index: Tensor, length: Tensor, first_row: int, rows: int, num_keys: int) -> Places:
-    """Lines for the slots of `rows` rows from first_row on, which takes the records of all these rows.
+def places_of_runs(
+    index: Tensor, length: Tensor, first_row: int, rows: int, run: int, num_keys: int
+) -> Iterator[Places]:
+    """Lines for the slots of `rows` rows from first_row on, `run` rows at a time; the last of these may have fewer.
 
-    index: [T, K] int32, length: [T] int32, contiguous.
+    All of them are found together, in memory that `bytes_of_places` counts for each run.
+    index: [T, K] int32, length: [T] int32, contiguous; rows * K is below 2**31.
     """
-    record, count = _records(index, length, first_row, rows, num_keys)
+    record, count = _records(index, length, first_row, rows, run, num_keys)
     start = count.cumsum(0, dtype=torch.int32)
     line = torch.empty(rows, index.shape[1], dtype=torch.int32, device=index.device)
-    _put(index, length, record, start, line, (first_row, rows), lines=True)
-    return Places(line, start)
+    _put(index, length, record, start, line, (first_row, rows, run), lines=True)
+    for number, lines in enumerate(line.split(run)):
+        yield Places(lines, start[number * num_keys : (number + 1) * num_keys + 1])
 
 
 def slots_of_run(
@@ -121,15 +132,20 @@ def slots_of_run(
     return Held(slot, bounds[0], bounds[1], base)
 
 
-def _records(index: Tensor, length: Tensor, first_row: int, rows: int, num_keys: int) -> tuple[Tensor, Tensor]:
-    """(records [groups of rows, S, WORDS], count [1 + S]: how many of these rows hold each key, after a 0)."""
-    groups = triton.cdiv(rows, GROUP_ROWS)
-    record = torch.zeros(groups, num_keys, WORDS.value, dtype=torch.int32, device=index.device)
-    count = torch.zeros(num_keys + 1, dtype=torch.int32, device=index.device)
+def _records(
+    index: Tensor, length: Tensor, first_row: int, rows: int, run: int, num_keys: int
+) -> tuple[Tensor, Tensor]:
+    """(records [runs * groups of a run, S, WORDS], count [1 + runs * S]), of `rows` rows in runs of `run`.
+
+    count: how many rows of a run hold each key, after a 0.
+    """
+    runs, groups = max(1, triton.cdiv(rows, run)), triton.cdiv(run, GROUP_ROWS)
+    record = torch.zeros(runs * groups, num_keys, WORDS.value, dtype=torch.int32, device=index.device)
+    count = torch.zeros(runs * num_keys + 1, dtype=torch.int32, device=index.device)
     grid, block = _slot_grid(rows, index.shape[1])
-    operands = (index, length, record, first_row, index.shape[1], num_keys)
+    operands = (index, length, record, first_row, run, index.shape[1], num_keys)
     launch(_mark_kernel, grid, *operands, SLOTS=block, GROUP=GROUP_ROWS, num_warps=4)
-    grid = (triton.cdiv(num_keys, 64),)
+    grid = (triton.cdiv(num_keys, 64), runs)
     launch(_count_kernel, grid, record, count, groups, num_keys, GROUPS=GROUPS, KEYS=64, num_warps=4)
     return record, count
 
@@ -148,14 +164,14 @@ def _put(
     record: Tensor,
     start: Tensor,
     target: Tensor,
-    rows: tuple[int, int],
+    rows: tuple[int, int, int],
     *,
     lines: bool,
 ) -> None:
-    """Write to each slot its line, or to each line its slot. rows: the first, and how many."""
-    first, count = rows
+    """Write to each slot its line, or to each line its slot. rows: the first, how many, and how many a run has."""
+    first, count, run = rows
     grid, block = _slot_grid(count, index.shape[1])
-    operands = (index, length, record, start, target, first, index.shape[1], record.shape[1])
+    operands = (index, length, record, start, target, first, run, index.shape[1], record.shape[1])
     launch(_place_kernel, grid, *operands, SLOTS=block, GROUP=GROUP_ROWS, LINES=lines, num_warps=4)
 
 
@@ -167,14 +183,14 @@ def _slot_grid(rows: int, slots: int) -> tuple[tuple[int], int]:
 
 @triton.jit
 def _slots_of_a_row(index, length, first_row, slots, num_keys, SLOTS: tl.constexpr):
-    """(row of the run, slots, the keys in them, -1 from the row's length on and where there is no such key)."""
+    """(row from first_row on, slots, the keys in them, -1 from its length on and where there is no such key)."""
     blocks = tl.cdiv(slots, SLOTS)
-    run_row = tl.program_id(0) // blocks
+    row = tl.program_id(0) // blocks
     slot = tl.program_id(0) % blocks * SLOTS + tl.arange(0, SLOTS)
-    row = (first_row + run_row).to(tl.int64)
-    count = tl.minimum(tl.load(length + row), slots)
-    key = tl.load(index + row * slots + slot, mask=slot < count, other=-1)
-    return run_row, slot, tl.where(key < num_keys, key, -1)
+    at = (first_row + row).to(tl.int64)
+    count = tl.minimum(tl.load(length + at), slots)
+    key = tl.load(index + at * slots + slot, mask=slot < count, other=-1)
+    return row, slot, tl.where(key < num_keys, key, -1)
 
 
 @triton.jit(do_not_specialize=["slots", "num_keys"], do_not_specialize_on_alignment=["index", "length"])
@@ -189,13 +205,23 @@ def _add_kernel(index, length, count, slots, num_keys, SLOTS: tl.constexpr):
     tl.atomic_add(count + 1 + key, tl.full([SLOTS], 1, tl.int32), mask=live, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["first_row", "slots", "num_keys"], do_not_specialize_on_alignment=["index", "length"])
-def _mark_kernel(index, length, record, first_row, slots, num_keys, SLOTS: tl.constexpr, GROUP: tl.constexpr):
+@triton.jit
+def _group_of(row, run, GROUP: tl.constexpr):
+    """(the group of a row among those of all runs, the row's place in it)."""
+    run_row = row % run
+    return row // run * tl.cdiv(run, GROUP) + run_row // GROUP, run_row % GROUP
+
+
+@triton.jit(
+    do_not_specialize=["first_row", "run", "slots", "num_keys"], do_not_specialize_on_alignment=["index", "length"]
+)
+def _mark_kernel(index, length, record, first_row, run, slots, num_keys, SLOTS: tl.constexpr, GROUP: tl.constexpr):
     """Set the bits of the records."""
-    run_row, _, key = _slots_of_a_row(index, length, first_row, slots, num_keys, SLOTS)
-    at = (run_row // GROUP).to(tl.int64) * num_keys + key
-    bit = tl.full([SLOTS], 1, tl.int32) << (run_row % 32)
-    tl.atomic_or(record + at * WORDS + run_row % GROUP // 32, bit, mask=key >= 0, sem="relaxed")
+    row, _, key = _slots_of_a_row(index, length, first_row, slots, num_keys, SLOTS)
+    group, place = _group_of(row, run, GROUP)
+    at = group.to(tl.int64) * num_keys + key
+    bit = tl.full([SLOTS], 1, tl.int32) << (place % 32)
+    tl.atomic_or(record + at * WORDS + place // 32, bit, mask=key >= 0, sem="relaxed")
 
 
 @triton.jit
@@ -210,7 +236,13 @@ def _ones(word):
 
 @triton.jit(do_not_specialize=["groups", "num_keys"])
 def _count_kernel(record, count, groups, num_keys, GROUPS: tl.constexpr, KEYS: tl.constexpr):
-    """Write to each record how many rows of earlier groups hold the key; count [1 + key]: of all groups."""
+    """Write to each record how many rows of the run's earlier groups hold the key; count [1 + runs * S]: of all.
+
+    groups: of a run, each of which has a column of the grid.
+    """
+    run = tl.program_id(1).to(tl.int64)
+    record += run * groups * num_keys * WORDS
+    count += run * num_keys
     key = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     word = tl.arange(0, WORDS)[None, None, :]
     total = tl.zeros([KEYS], tl.int32)
@@ -226,7 +258,7 @@ def _count_kernel(record, count, groups, num_keys, GROUPS: tl.constexpr, KEYS: t
 
 
 @triton.jit(
-    do_not_specialize=["first_row", "slots", "num_keys"],
+    do_not_specialize=["first_row", "run", "slots", "num_keys"],
     do_not_specialize_on_alignment=["index", "length"],
 )
 def _place_kernel(
@@ -236,30 +268,34 @@ def _place_kernel(
     start,
     target,
     first_row,
+    run,
     slots,
     num_keys,
     SLOTS: tl.constexpr,
     GROUP: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """A slot's line: where its key begins, and how many rows before its own hold it.
+    """A slot's line: where its key begins in its run, and how many rows of the run before its own hold it.
 
     target: with LINES [R, K], to get each slot's line, -1 in empty ones; else [T * K], to get each line's slot.
     """
-    run_row, slot, key = _slots_of_a_row(index, length, first_row, slots, num_keys, SLOTS)
+    row, slot, key = _slots_of_a_row(index, length, first_row, slots, num_keys, SLOTS)
     live = key >= 0
+    group, place = _group_of(row, run, GROUP)
     word = tl.arange(0, WORDS)
-    own = run_row % GROUP // 32
-    within = tl.where(word == own, ~(tl.full([WORDS], -1, tl.int32) << (run_row % 32)), 0)
+    own = place // 32
+    within = tl.where(word == own, ~(tl.full([WORDS], -1, tl.int32) << (place % 32)), 0)
     earlier = tl.where(word < own, -1, within)
-    at = record + ((run_row // GROUP).to(tl.int64) * num_keys + key) * WORDS
+    at = record + (group.to(tl.int64) * num_keys + key) * WORDS
     found = tl.load(at[:, None] + word[None, :], mask=live[:, None], other=0)
     rows = tl.where((word == WORDS - 1)[None, :], found, _ones(found & earlier[None, :]))
+    start += (row // run).to(tl.int64) * num_keys
     line = tl.load(start + key, mask=live, other=0) + tl.sum(rows, 1)
     if LINES:
-        tl.store(target + run_row.to(tl.int64) * slots + slot, tl.where(live, line, -1), mask=slot < slots)
+        line -= tl.load(start)
+        tl.store(target + row.to(tl.int64) * slots + slot, tl.where(live, line, -1), mask=slot < slots)
     else:
-        tl.store(target + line, (first_row + run_row) * slots + slot, mask=live)
+        tl.store(target + line, (first_row + row) * slots + slot, mask=live)
 
 
 @triton.jit(do_not_specialize=["first_slot", "stop_slot", "steps", "num_keys"])
