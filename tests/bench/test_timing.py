@@ -1,3 +1,4 @@
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -60,6 +61,29 @@ def test_a_cpu_has_one_set_and_no_peak():
 def test_sets_do_not_fit_the_cache_of_a_gpu(one_set, count, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=50 * 2**20))
     assert copies(one_set, torch.device("cuda")) == count
+
+
+def test_a_gpu_waits_until_all_calls_are_enqueued(sleep, monkeypatch):
+    done = []
+    event = SimpleNamespace(record=lambda: done.append("event"), elapsed_time=lambda _: 20.0)
+    cuda = SimpleNamespace(synchronize=lambda _: done.append("wait"), Event=lambda **_: event)
+    cuda._sleep = lambda cycles: done.append(cycles)
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=cuda))
+    times = measure([lambda: (sleep(2e-3), done.append("call"))], torch.device("cuda"), seconds=0.06, least=2)
+    assert times.median == 20.0
+
+    def timed(calls):
+        return ["wait", "call", pytest.approx(2 * 2e-3 * calls * 2e9), *["event", "call", "event"] * calls, "wait"]
+
+    assert done == ["call", *timed(1), *timed(3)]
+
+
+@pytest.mark.gpu
+def test_a_gpus_calls_are_timed_without_their_launch():
+    device = torch.device("cuda")
+    x = torch.empty(2**10, device=device)
+    times = measure([lambda: (time.sleep(2e-3), x.fill_(1.0))], device, most=20)
+    assert times.median < 0.5
 
 
 @pytest.mark.gpu

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 Run = Callable[[], object]
+_CYCLES = 2e9  # of a GPU a second, about
+_LONGEST_WAIT = 0.5  # seconds
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,9 @@ def measure(
     """Median, fastest and slowest of repeated calls, taking `runs` in turn.
 
     Each of `runs` is called once before, untimed: it compiles, and fills caches of memory. seconds: about how long to
-    repeat, between `least` and `most` times; calls of half a second and more three times at least. A GPU's calls are
-    enqueued without waiting between them, so that a call longer than its own launch is timed without the launch.
+    repeat, between `least` and `most` times; calls of half a second and more three times at least. A GPU is made to
+    wait until all calls are enqueued, so that none is timed with its own launch, unless it waits for the GPU itself or
+    a thousand launches wait already.
     """
     for run in runs:
         run()
@@ -61,7 +64,12 @@ def peak_bytes(run: Run, device: torch.device) -> int | None:
 
 
 def _events(runs: Sequence[Run], repeats: int, device: torch.device) -> list[float]:
+    torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    runs[0]()
+    launch = time.perf_counter() - started
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    torch.cuda._sleep(int(_CYCLES * min(2 * launch * repeats, _LONGEST_WAIT)))
     for number, (begin, end) in enumerate(pairs):
         begin.record()
         runs[number % len(runs)]()
