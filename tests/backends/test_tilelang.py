@@ -3,6 +3,7 @@
 import functools
 import math
 import sys
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -39,7 +40,7 @@ def unwatched(kernel):
 
 
 def check(q, kv, indices):
-    """What the kernels of attention are made for. Returns the keys of every slot, and which slots hold one."""
+    """What the kernels of attention are made for. Returns what every slot reads, and which slots hold a key."""
     rows, heads, width = q.shape
     assert q.dtype == kv.dtype == torch.bfloat16
     assert heads in (16, 32, 64, 128)
@@ -48,21 +49,25 @@ def check(q, kv, indices):
     assert indices.dtype == torch.int32
     assert all(x.is_contiguous() for x in (q, kv, indices))
     assert q.isfinite().all(), "every row is multiplied"
-    inside = indices[:, 0] >= 0
-    return kv[indices[:, 0].clamp(min=0).long(), 0].float().masked_fill(~inside[..., None], 0), inside
+    return kv[indices[:, 0].clamp(min=0).long(), 0].float(), indices[:, 0] >= 0
+
+
+def powers(q, key, inside, sm_scale):
+    """[T, H, K] logits to base 2: -inf is where a sum begins that an empty slot's key is added to."""
+    begin = torch.where(inside, 0.0, -torch.inf)[:, None]
+    return (begin + torch.einsum("thc,tnc->thn", q.float(), key)) * sm_scale / math.log(2)
 
 
 @unwatched
 def forward(q, kv, indices, sm_scale, d_v):
-    """To base 2; a row without keys divides nothing by nothing, and its log-sum-exp is 0."""
+    """To base 2; out and log-sum-exp are 0 where the sum is not above 0: in rows without keys, and where it is NaN."""
     assert d_v == 512
     key, inside = check(q, kv, indices)
-    power = (
-        (torch.einsum("thc,tnc->thn", q.float(), key) * sm_scale / math.log(2)).exp2().masked_fill(~inside[:, None], 0)
-    )
+    power = powers(q, key, inside, sm_scale).exp2()
     total = power.sum(-1)
-    lse = torch.where(total > 0, total, 1.0).log2()
-    return (torch.einsum("thn,tnv->thv", power, key[..., :512]) / total[..., None]).to(q.dtype), lse
+    out = torch.einsum("thn,tnv->thv", power, key[..., :512]) / total[..., None]
+    real = total > 0
+    return torch.where(real[..., None], out, 0).to(q.dtype), torch.where(real, total, 1.0).log2()
 
 
 @unwatched
@@ -73,8 +78,7 @@ def backward(q, kv, o, do, indices, lse, sm_scale):
     assert lse.dtype == torch.float32
     assert all(x.isfinite().all() for x in (o, do)), "every row is multiplied"
     assert lse.isfinite().all(), "rows without keys have 0"
-    power = torch.einsum("thc,tnc->thn", q.float(), key) * sm_scale / math.log(2) - lse[..., None]
-    p = power.exp2().masked_fill(~inside[:, None], 0)
+    p = (powers(q, key, inside, sm_scale) - lse[..., None]).exp2()
     dp = torch.einsum("thv,tnv->thn", do.float(), key[..., :512]) - (o.float() * do.float()).sum(-1, keepdim=True)
     ds = p * dp * sm_scale
     dkey = torch.einsum("thn,thc->tnc", ds, q.float())
@@ -127,8 +131,10 @@ def case():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_attention_has_a_natural_log_sum_exp(layout):
-    case = make_case(LAYOUTS[layout], Sizes(heads=16, width=576, value_dim=512), dtype=torch.bfloat16, poison=False)
+    case = make_case(LAYOUTS[layout], Sizes(heads=16, width=576, value_dim=512), dtype=torch.bfloat16)
     selection = random_selection(case.keys, case.layout.num_keys, 64)
+    case.kv[0] = torch.nan  # no row's key, and what empty slots read
+    selection = replace(selection, index=selection.index.masked_fill(selection.index == 0, -1))
     operands = (case.q, case.kv, selection.index, selection.length, None, case.scale, 512)
     out, lse = tilelang.sparse_mla_forward(*operands)
     exact = forward_reference(*operands)

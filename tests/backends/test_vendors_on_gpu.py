@@ -127,20 +127,25 @@ def test_flash_mla_repeats_bit_for_bit():
     assert torch.equal(first[1], again[1])
 
 
-@needs["cudnn"]
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("heads", [16, 40, 64])
-def test_attention_backward(heads, layout):
+@pytest.mark.parametrize(
+    ("backend", "heads"),
+    [
+        *(pytest.param("cudnn", heads, marks=needs["cudnn"]) for heads in (16, 40, 64)),
+        pytest.param("tilelang", 64, marks=tilelang),
+    ],
+)
+def test_attention_backward(backend, heads, layout):
     q, kv, grad, selection = attention(layout, heads)
-    for sink in (None, torch.randn(heads, device=GPU)):
+    for sink in (None, torch.randn(heads, device=GPU)) if backend == "cudnn" else (None,):
         saved = (q, kv, selection.index, selection.length, sink)
         out, lse = forward_reference(*widened((*saved, 0.04, 512)))
         case = (*saved, out.bfloat16(), lse.float(), 0.04, False)
         exact = backward_reference(*widened((grad, *case)))
         call = Call.of((q, kv), len(kv), heads=heads, width=576, value_width=512, top_k=SLOTS)
-        run = choose("sparse_mla.backward", call, "cudnn").function
+        run = choose("sparse_mla.backward", call, backend).function
         assert run is not None
-        dq, dkv = quietly(lambda case=case, run=run: run(grad, *case))
+        dq, dkv = run(grad, *case) if backend == "tilelang" else quietly(lambda case=case, run=run: run(grad, *case))
         unread = ~selection.mask(len(kv)).any(0)
         assert not dq[selection.length == 0].any()
         assert not dkv[unread].any()

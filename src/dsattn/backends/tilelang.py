@@ -1,9 +1,10 @@
 """TileLang: the DSA kernels that come with Megatron Core (wheels `tilelang` and `megatron-core`). For comparison.
 
 By name only: every record is behind ours. Their quirks, kept here: log-sum-exp to base 2, latents of 512 + 64, a power
-of two of at least 16 heads, bf16; rows without keys have log-sum-exp 0. Every one of the K slots is read, and what a
-row without keys holds must be finite: it is made so. The indexer writes the whole score matrix; Megatron ranks it by
-`torch.topk`, whose ties are anyone's, the row here by the rule.
+of two of at least 16 heads, bf16; rows without keys have log-sum-exp 0. Every one of the K slots is read, and what
+it reads must be finite: an empty one reads the first key, so a key of zeros is put before the others, and rows without
+keys are made zeros. The indexer writes the whole score matrix; Megatron ranks it by `torch.topk`, whose ties are
+anyone's, the row here by the rule.
 Letters: T query rows, S keys, H heads, C latent width, V value width, K kept keys, H_I / D indexer heads / width.
 """
 
@@ -50,13 +51,13 @@ def sparse_mla_forward(
     """
     if sink is not None:
         raise BackendUnavailable("sparse_mla.forward: tilelang has no sink; use backend='auto'")
-    empty = length[:, None] == 0
-    out, lse = bare_forward(q.masked_fill(empty[..., None], 0), kv, index, scale, value_dim)
-    return out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
+    kv, index, empty = _with_a_key_of_zeros(kv, index)
+    out, lse = bare_forward(q.masked_fill(empty[:, None, None], 0), kv, index, scale, value_dim)
+    return out.masked_fill(empty[:, None, None], 0), lse.masked_fill(empty[:, None], -torch.inf)
 
 
 def bare_forward(q: Tensor, kv: Tensor, index: Tensor, scale: float, value_dim: int) -> tuple[Tensor, Tensor]:
-    """(out, lse) where every row has a key. Every one of the K slots is read."""
+    """(out, lse) where every row has a key and the first key is finite."""
     run = _megatron("tilelang_sparse_mla_fwd").sparse_mla_fwd_interface
     out, lse = run(q.contiguous(), kv.contiguous()[:, None], index.contiguous()[:, None], sm_scale=scale, d_v=value_dim)
     return out, lse * _LN2
@@ -78,21 +79,29 @@ def sparse_mla_backward(
     """(dq, dkv), argument for argument as the reference's backward. fp32 atomics: it cannot be deterministic."""
     if sink is not None or deterministic:
         raise BackendUnavailable("sparse_mla.backward: tilelang has no sink and does not repeat bit for bit")
-    empty = (length == 0)[:, None, None]
+    kv, index, empty = _with_a_key_of_zeros(kv, index)
+    empty = empty[:, None, None]
     grad_out, q, out = (x.masked_fill(empty, 0) for x in (grad_out, q, out))
     dq, dkv = bare_backward((grad_out, out, lse.masked_fill(empty[..., 0], 0)), q, kv, index, scale)
-    return dq.masked_fill(empty, 0), dkv
+    return dq.masked_fill(empty, 0), dkv[1:]
 
 
 def bare_backward(
     saved: tuple[Tensor, Tensor, Tensor], q: Tensor, kv: Tensor, index: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(dq, dkv) where every row has a key. saved: grad_out, out, lse."""
+    """(dq, dkv) where every row has a key and the first key is finite. saved: grad_out, out, lse."""
     grad_out, out, lse = saved
     run = _megatron("tilelang_sparse_mla_bwd").sparse_mla_bwd
     index = index.contiguous()[:, None]
     dq, dkv = run(q.contiguous(), kv.contiguous()[:, None], out, grad_out, index, lse / _LN2, sm_scale=scale)
     return dq, dkv[:, 0]
+
+
+def _with_a_key_of_zeros(kv: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(kv [1 + S, C], its first row zeros, index [T, K] into that, -1 in empty slots, whether a row has no key [T])."""
+    live = index >= 0
+    kv = torch.cat([kv.new_zeros(1, kv.shape[1]), kv])
+    return kv, torch.where(live, index + 1, -1), ~live.any(1)
 
 
 def indexer_scores(
