@@ -34,6 +34,7 @@ from dsattn.keys import Layout
 from dsattn.model import Decoder
 from dsattn.nn.linear import local
 from dsattn.parallel.apply import apply
+from dsattn.parallel.gloo import one_thread_a_group
 from dsattn.parallel.mesh import build_mesh
 from dsattn.training.data import Pack
 from dsattn.training.recipes import RECIPES
@@ -147,6 +148,7 @@ MESHES = {
 }
 
 
+@one_thread_a_group()
 def on_two_ranks(rank: int, folder: Path) -> None:
     """Write (bytes that stand, bytes at the peak) of this rank, by mesh."""
     torch.set_num_threads(1)

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dsattn.errors import InputError
 from dsattn.integrations.transformers import patch
+from dsattn.parallel.gloo import one_thread_a_group
 
 pytest.importorskip("transformers")
 
@@ -199,6 +200,7 @@ def test_lora_on_the_backbone_and_indexers_in_full(tmp_path: Path) -> None:
     assert torch.equal(saved[f"{prefix}.wq_b.weight"], weight)
 
 
+@one_thread_a_group()
 def _rank(rank: int, folder: str) -> None:
     """Half of the batch; DDP's mean of gradients must be the gradient of the whole batch, indexers included."""
     torch.set_num_threads(1)

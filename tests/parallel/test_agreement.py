@@ -41,6 +41,7 @@ from dsattn.keys import Layout
 from dsattn.model.decoder import Decoder
 from dsattn.model.stage import MicroBatch
 from dsattn.parallel.apply import Parallel, apply
+from dsattn.parallel.gloo import one_thread_a_group
 from dsattn.parallel.gradients import clip
 from dsattn.parallel.mesh import ParallelMesh, build_mesh
 from dsattn.training import loader
@@ -285,6 +286,7 @@ def _apart(found: Any, expected: Any) -> float:
     return 0.0 if found == expected else float("inf")
 
 
+@one_thread_a_group()
 def main(rank: int, world: int, folder: Path, references: Path) -> None:
     """One rank of a launch: every case that has as many processes."""
     torch.set_num_threads(1)

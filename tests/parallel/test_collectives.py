@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dsattn.parallel import collectives
 from dsattn.parallel.collectives import Axis, begin_gather, exchange, finish_gather
+from dsattn.parallel.gloo import one_thread_a_group
 
 RANKS = 2
 NAMES = ("gather", "scatter_sum", "sum_forward", "sum_backward")
@@ -54,6 +55,7 @@ def act(rank: int, axis: Axis) -> dict[Any, Any]:
     return seen
 
 
+@one_thread_a_group()
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(

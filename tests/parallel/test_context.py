@@ -39,6 +39,7 @@ from dsattn.nn.mla import MLASelfAttention
 from dsattn.nn.state import LayerCache, Pass
 from dsattn.parallel import collectives
 from dsattn.parallel.context import RankGroups, dynamic_ranks, ranks_of
+from dsattn.parallel.gloo import one_thread_a_group
 from dsattn.parallel.mesh import ParallelMesh, build_mesh
 from dsattn.parallel.recompute import Checkpoints
 from dsattn.training.stages import set_mode
@@ -241,6 +242,7 @@ def refusals(mesh: ParallelMesh) -> list[str]:
     return said
 
 
+@one_thread_a_group()
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(

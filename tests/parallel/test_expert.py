@@ -25,6 +25,7 @@ from dsattn.model import Decoder
 from dsattn.model.moe import MoE, sequence_balance
 from dsattn.nn.state import Pass
 from dsattn.parallel.expert import Exchange, split
+from dsattn.parallel.gloo import one_thread_a_group
 from dsattn.parallel.mesh import ParallelMesh, build_mesh
 from dsattn.parallel.recompute import Checkpoints
 
@@ -170,6 +171,7 @@ def zigzag_scores() -> torch.Tensor:
     return torch.rand(28, 8, dtype=torch.float64)
 
 
+@one_thread_a_group()
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)

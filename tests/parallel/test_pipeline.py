@@ -38,6 +38,7 @@ from dsattn.keys import Layout
 from dsattn.model.decoder import Decoder
 from dsattn.model.stage import DecoderStage, MicroBatch, Share, cut
 from dsattn.nn.state import Pass
+from dsattn.parallel.gloo import one_thread_a_group
 from dsattn.parallel.mesh import ParallelMesh, build_mesh
 from dsattn.parallel.pipeline import Pipeline
 from dsattn.selection import Selection
@@ -214,6 +215,7 @@ def failing_step(pipe: Pipeline) -> None:
         pipe.step(*rest)  # nothing is left of it
 
 
+@one_thread_a_group()
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)

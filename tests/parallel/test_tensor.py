@@ -37,6 +37,7 @@ from dsattn.model.decoder import Decoder
 from dsattn.model.mtp import look_ahead
 from dsattn.nn.state import Observation, Pass
 from dsattn.parallel.context import ranks_of
+from dsattn.parallel.gloo import one_thread_a_group
 from dsattn.parallel.mesh import ParallelMesh, build_mesh
 from dsattn.parallel.recompute import Checkpoints
 from dsattn.parallel.tensor import is_split, partial_parameters, reduce_replicated, split
@@ -270,6 +271,7 @@ def refusals(mesh: ParallelMesh, whole_rows: ParallelMesh) -> list[str]:
     return said
 
 
+@one_thread_a_group()
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -28,6 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dsattn.config import ParallelConfig
 from dsattn.errors import ConfigError, InputError
+from dsattn.parallel.gloo import one_thread_a_group
 
 VIEWS = {
     "grid": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
@@ -145,7 +146,8 @@ def processes(device: str = "auto") -> Iterator[None]:
     """Join the processes that `torchrun` started, and leave them at the end; nothing where this one is alone.
 
     device: `train.device`; on GPUs each process takes the one of its local rank, and collectives of GPU tensors go
-    through NCCL, those of CPU tensors through gloo. What ends this process is in torchrun's last words.
+    through NCCL, those of CPU tensors through gloo, whose groups have one thread each, see `one_thread_a_group`. What
+    ends this process is in torchrun's last words.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield
@@ -158,14 +160,15 @@ def processes(device: str = "auto") -> Iterator[None]:
     # torchrun may keep its store over restarts: addresses of the ranks that died must not be met again.
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"restart-{restart}", store)  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    try:
-        yield
-    except Exception as error:
-        get_error_handler().record_exception(error)  # torchrun names the rank and says why
-        if _LOST.search(str(error)):
-            time.sleep(_WAIT)  # whoever is gone knows the reason: torchrun names the first that it sees end
-        raise
+    with one_thread_a_group():
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        try:
+            yield
+        except Exception as error:
+            get_error_handler().record_exception(error)  # torchrun names the rank and says why
+            if _LOST.search(str(error)):
+                time.sleep(_WAIT)  # whoever is gone knows the reason: torchrun names the first that it sees end
+            raise
     dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
 
 
