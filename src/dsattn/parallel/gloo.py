@@ -1,6 +1,6 @@
 """Gloo groups with one thread each: with two, collectives in flight together can corrupt the process's memory.
 
-torch (2.11 and 2.13, of those looked at) starts two threads for each gloo group. Either notes the name of the
+torch (2.11 and 2.13, of those looked at) starts two threads for each gloo group. Each notes the name of the
 collective that it ended in one string of the group, without a lock (`ProcessGroupGloo::runLoop`), so that two at the
 same moment may free that string twice. docs/decisions/014 has a program that dies of it. torch hands no options to
 gloo's groups; so their constructor is replaced.
