@@ -1,5 +1,6 @@
 """Sparse MLA on Hopper: what needs no GPU, and on one the contract that holds for the Triton kernels, in bf16."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -76,11 +77,18 @@ def test_runs_fit_the_scratch(heads: int, width: int, slots: int, keys: int, ite
         assert runs_of_rows(2**40, heads, width, slots, keys, itemsize) == ((2**31 - 1) // slots, 1)
 
 
-def test_a_run_has_a_row() -> None:
-    from dsattn.backends.hopper import sparse_mla
+@pytest.mark.parametrize("heads", [1, 128, 200])
+@pytest.mark.parametrize("slots", [1, 64, 2048])
+def test_a_run_has_a_row(heads: int, slots: int) -> None:
+    """However little scratch there is: also where it holds places of several rows, but what none contributes."""
+    from dsattn.backends.hopper.sparse_mla import runs_of_rows
 
+    for power, keys in itertools.product(range(28), (1, 100, 2**20)):
+        for scratch in (2**power, 3 * 2**power // 2):
+            with settings(scratch_bytes=scratch):
+                assert runs_of_rows(5, heads, 576, slots, keys, 2).rows >= 1
     with settings(scratch_bytes=1):
-        assert sparse_mla.runs_of_rows(5, 64, 576, 2048, 100, 2) == (1, 1)
+        assert runs_of_rows(5, heads, 576, slots, 100, 2) == (1, 1)
 
 
 def test_places_of_all_runs_are_found_together_where_keys_are_few() -> None:

@@ -28,7 +28,7 @@ HEADS = 64  # of one block of threads
 CONTRIBUTIONS_FROM = 40960
 
 # Of the scratch, what places of several runs may take that are found together.
-PLACES = 1 / 32
+PLACES_SHARE = 1 / 32
 
 # Whose Gluon these kernels compile with.
 TRITON = ("3.6", "3.7")
@@ -110,7 +110,7 @@ def sparse_mla_backward(
 
     Fewer than CONTRIBUTIONS_FROM keys: by atomics, in any order. More, or `deterministic`: run of rows after run of
     rows writes what its slots contribute, in bf16 or as `settings` ask, and these are summed by key in the order of
-    rows. inverse: not read; each run sorts its own slots, which is as fast (docs/decisions/008). A row's keys are
+    rows. inverse: not read; runs sort their own slots, which is as fast (docs/decisions/008). A row's keys are
     distinct, as a Selection promises. Raises BackendUnavailable where kv is not bf16.
     """
     from dsattn.backends.hopper import sparse_mla_reduce as reduce
@@ -150,6 +150,7 @@ def sparse_mla_backward(
                     run(first, count, places.line, buffer)
                     reduce.add_contributions(buffer, places.start, total, dkv, first == 0, first + count == rows)
                     first += count
+                del places  # the next ones are made in their memory
     return dq if sign == 1 else dq.mul_(sign), dkv
 
 
@@ -182,9 +183,9 @@ def runs_of_rows(rows: int, heads: int, width: int, slots: int, keys: int, items
     most = (scratch - group) // (a_row + 4 * slots + -(-group // GROUP_ROWS))
     most = min(rows, max(1, min(most, named)))
     places = bytes_of_places(most, slots, keys)
-    together = max(1, min(-(-rows // most), named // most, int(PLACES * scratch) // places))
+    together = max(1, min(-(-rows // most), named // most, int(PLACES_SHARE * scratch) // places))
     if together > 1:
-        most = min(most, (scratch - together * places) // a_row)
+        most = max(1, min(most, (scratch - together * places) // a_row))
     return Runs(most, together)
 
 
