@@ -50,6 +50,19 @@ def test_others_are_as_torch_makes_them() -> None:
     assert options(dist.group.WORLD)._threads == 2
 
 
+def test_interfaces_are_those_that_torch_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+    with one_thread_a_group():
+        start()
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert x.tolist() == [1, 1]
+        assert (len(options(dist.group.WORLD)._devices), options(dist.group.WORLD)._threads) == (2, 1)
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+        with pytest.raises(RuntimeError, match="nosuch0"):
+            dist.new_group([0])
+
+
 def test_processes_that_join_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")  # but who meets here is alone
     monkeypatch.setattr(mesh, "rendezvous", lambda _: iter([(dist.HashStore(), 0, 1)]))

@@ -8,6 +8,7 @@ gloo's groups; so their constructor is replaced.
 
 import contextlib
 import datetime
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,7 @@ def one_thread_a_group() -> Iterator[None]:
             make(group, *given, **named)
             return
         options = gloo._Options()
-        options._devices, options._timeout, options._threads = [gloo.create_default_device()], timeout, 1
+        options._devices, options._timeout, options._threads = _devices(gloo), timeout, 1
         make(group, *given, options, **named)
 
     gloo.__init__ = make_with_one_thread
@@ -39,3 +40,9 @@ def one_thread_a_group() -> Iterator[None]:
         yield
     finally:
         gloo.__init__ = make
+
+
+def _devices(gloo: Any) -> list[Any]:
+    """Those that torch takes: of the interfaces in GLOO_SOCKET_IFNAME, else of the address that the host name has."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
