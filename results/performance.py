@@ -41,8 +41,6 @@ PARALLEL = """## Two GPUs beside one
 `python results/record_parallel.py`: the recipe `small`, the same packs and weights, two H200s over NCCL. `apart`: the
 largest relative distance to one GPU in any step. NCCL: its kernels' share of what kernels take, waiting for the other
 GPU included, and how much of it other kernels cover. A step is two packs: a pipeline of two idles for a third of it.
-In 87ed17c the first pack of `one`, `cp 2` and `tp 2` was held while the second ran: 1 to 6 GiB by the memory plan, and
-mended since.
 
 """
 
