@@ -9,8 +9,8 @@ Short runs side by side compile the kernels; then one `torchrun` goes through al
 more than `--seconds`, is told on stderr with the last lines of each rank, and those behind it go on in another launch.
 Exits with 1 where a case is missing or beside the bar.
 On a CPU: --device cpu --recipe tiny --tokens 512 --fp32-tokens 256.
-Communication is what NCCL's kernels take in one profiled step of rank 0, waiting for the other rank included;
-overlapped is what of it other kernels cover.
+Communication is what NCCL's kernels take in one profiled step, of each rank: data moves while both ranks are in such
+a kernel, before that one waits for the other. Covered is what of the moving other kernels of that rank cover.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import gc
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from record_run import driver
@@ -278,7 +279,7 @@ def measured(job: Job, mesh: ParallelMesh) -> dict[str, Any]:
         **found,
         "tokens_per_second": PACKS * job.tokens * len(timed) / sum(timed),
         "peak_bytes": peak,
-        "communication": profiled(lambda: step(job.steps)) if job.profile and on_gpu else None,
+        "communication": profiled(lambda: step(job.steps), mesh.config.world_size) if job.profile and on_gpu else None,
         "gpu": torch.cuda.get_device_name() if on_gpu else "cpu",
         "versions": {"dsattn": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
@@ -297,54 +298,88 @@ def packs(words: int, tokens: int, step: int) -> list[Pack]:
     return made
 
 
-def profiled(step: Callable[[], None]) -> dict[str, float] | None:
-    """`traffic` of one step of rank 0; the other rank runs it too."""
-    if consensus.rank() > 0:
-        step()
-        return None
+Span = tuple[float, float]
+
+
+class Kernels(NamedTuple):
+    """When they ran in a step of one rank, in milliseconds of the host's clock."""
+
+    nccl: list[Span]
+    others: list[Span]
+
+
+def profiled(step: Callable[[], None], ranks: int) -> list[dict[str, float | None]]:
+    """`traffic` of one step of each rank."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         step()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return traffic([one for one in events if one.get("cat") == "kernel"])
+        mine = kernels(json.loads(path.read_text()))
+    everyone = consensus.everyone(mine) if ranks > 1 else [mine]
+    return [traffic(one, *everyone[:rank], *everyone[rank + 1 :]) for rank, one in enumerate(everyone)]
 
 
-def traffic(kernels: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Milliseconds from the profiler's kernels: those of NCCL, the others, and when both run."""
-    spans: dict[bool, list[Span]] = {True: [], False: []}
-    for one in kernels:
-        spans["nccl" in one["name"].lower()].append((one["ts"], one["ts"] + one["dur"]))
-    both = spans[True] + spans[False]
-    moving, computing, either = (length(merged(part)) for part in (spans[True], spans[False], both))
-    covered = moving + computing - either
+def kernels(trace: dict[str, Any]) -> Kernels:
+    """Those of a profiler's trace. Its times are microseconds behind a base in nanoseconds."""
+    base, found = trace.get("baseTimeNanoseconds", 0) / 1e6, Kernels([], [])
+    for one in trace["traceEvents"]:
+        if one.get("cat") == "kernel":
+            start = base + one["ts"] / 1e3
+            spans = found.nccl if "nccl" in one["name"].lower() else found.others
+            spans.append((start, start + one["dur"] / 1e3))
+    return found
+
+
+def traffic(mine: Kernels, *others: Kernels) -> dict[str, float | None]:
+    """Milliseconds of a rank's kernels: all, those that compute, NCCL's, and what of those waits or moves data.
+
+    ends_apart_ms: the median time from the end of a kernel of NCCL here to that of its counterpart on the next rank,
+    which is how far their clocks are apart; None where they have not as many.
+    """
+    moving = merged(mine.nccl)
+    for other in others:
+        moving = common(moving, merged(other.nccl))
+    computing, talking = merged(mine.others), length(merged(mine.nccl))
+    ends = [sorted(stop for _, stop in one.nccl) for one in (mine, *others[:1])]
+    apart = [there - here for here, there in zip(ends[0], ends[-1], strict=False)]
     return {
-        "kernel_ms": either / 1e3,
-        "compute_ms": computing / 1e3,
-        "nccl_ms": moving / 1e3,
-        "nccl_overlapped_ms": covered / 1e3,
-        "overlapped_share": covered / moving if moving else 0.0,
-        "nccl_kernels": float(len(spans[True])),
+        "kernel_ms": length(merged(mine.nccl + mine.others)),
+        "compute_ms": length(computing),
+        "nccl_ms": talking,
+        "nccl_kernels": float(len(mine.nccl)),
+        "waiting_ms": talking - length(moving) if others else 0.0,
+        "moving_ms": length(moving),
+        "moving_covered_ms": length(common(moving, computing)),
+        "ends_apart_ms": statistics.median(apart) if apart and len(ends[0]) == len(ends[-1]) else None,
     }
 
 
-Span = tuple[float, float]
-
-
-def merged(spans: list[Span]) -> Iterator[Span]:
+def merged(spans: Iterable[Span]) -> list[Span]:
     """The union of spans, in order, without overlaps."""
-    current: Span | None = None
+    found: list[Span] = []
     for start, stop in sorted(spans):
-        if current is None or start > current[1]:
-            if current is not None:
-                yield current
-            current = (start, stop)
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
         else:
-            current = (current[0], max(current[1], stop))
-    if current is not None:
-        yield current
+            found.append((start, stop))
+    return found
+
+
+def common(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
+    """What two unions of spans have in common."""
+    found: list[Span] = []
+    i = j = 0
+    while i < len(first) and j < len(second):
+        start, stop = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if start < stop:
+            found.append((start, stop))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
 
 
 def length(spans: Iterable[Span]) -> float:

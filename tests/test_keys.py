@@ -148,6 +148,73 @@ def test_random_packs_equal_the_row_by_row_builder(cp_size: int, side: Any, seed
     assert sum(layout.num_real_rows for layout in layouts) == sum(lengths)
 
 
+def dealt(lengths: Sequence[int], size: int, top_k: int | None, **rest: Any) -> list[Layout]:
+    """The layouts of all ranks."""
+    return [Layout.packed(lengths, **rest, cp_size=size, cp_rank=rank, top_k=top_k) for rank in range(size)]
+
+
+def kept(layouts: Sequence[Layout], top_k: int) -> list[int]:
+    """Keys that attention keeps, of each rank."""
+    return [int(layout.keys.lengths().clamp(max=top_k).sum()) for layout in layouts]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("seed", range(4))
+def test_with_top_k_ranks_own_every_pair_of_chunks_once_and_keep_about_as_much(
+    cp_size: int, side: Any, seed: int
+) -> None:
+    draw = random.Random(seed)
+    lengths = [draw.choice([0, 1, 2, 3, 7, 8, 31, 64, 200]) for _ in range(draw.randint(0, 9))]
+    unit = 2 * cp_size if cp_size > 1 else 1
+    padded = [unit * (-(-length // unit) + draw.choice([0, 0, 1, 3])) for length in lengths]
+    total = sum(padded) + cp_size * draw.choice([0, 1, 5])
+    every = build(lengths, padded, total, side)
+    rest: dict[str, Any] = {"padded": padded, "total": total, "side": side}
+    layouts = dealt(lengths, cp_size, 8, **rest)
+    assert_key_order(layouts)
+    covered = sum(padded)
+    for rank, layout in enumerate(layouts):
+        rows = layout.rows.tolist()
+        assert_layout(layout, rows, every, lengths)
+        tail = [row - covered for row in rows if row >= covered]
+        assert tail == owned([], total - covered, cp_size, rank)
+    starts = np.cumsum([0, *padded]).tolist()
+    for first, stop in itertools.pairwise(starts):
+        pairs = [[row - first for row in layout.rows.tolist() if first <= row < stop] for layout in layouts]
+        assert sorted(pairs) == sorted(owned([stop - first], stop - first, cp_size, rank) for rank in range(cp_size))
+    # Of each document the lightest rank takes the heaviest pair, so ranks part by no more than one document's pairs do.
+    alone = [
+        kept(dealt([length], cp_size, None, padded=[slots], side=side), 8)
+        for length, slots in zip(lengths, padded, strict=True)
+    ]
+    loads = kept(layouts, 8)
+    assert sum(loads) == sum(min(row.stop - row.start, 8) for row in every)
+    assert max(loads) - min(loads) <= max((max(one) - min(one) for one in alone), default=0)
+
+
+def test_top_k_evens_out_what_the_first_rows_of_documents_do_not_keep() -> None:
+    """Without it they are all rank 0's, which then waits for the others."""
+    lengths, top_k = [32768, 16384, 8192, 8192], 2048
+    for size, most in ((2, 1.0001), (4, 1.01), (8, 1.03)):
+        zigzag, even = kept(dealt(lengths, size, None), top_k), kept(dealt(lengths, size, top_k), top_k)
+        assert max(zigzag) * size > 1.06 * sum(zigzag)
+        assert min(zigzag) == zigzag[0]
+        assert max(even) * size <= most * sum(even)
+        visible = [layout.keys.num_pairs() for layout in dealt(lengths, size, top_k)]
+        assert max(visible) == min(visible)
+
+
+def test_top_k_leaves_a_document_alone_as_it_was() -> None:
+    for size in (1, 2, 4):
+        for layout, zigzag in zip(dealt([128], size, 16), dealt([128], size, None), strict=True):
+            assert torch.equal(layout.rows, zigzag.rows)
+
+
+def test_documents_of_one_token_are_every_ranks() -> None:
+    assert [layout.num_real_rows for layout in dealt([1] * 8, 4, 2, padded=[8] * 8)] == [2, 2, 2, 2]
+
+
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_causal_is_a_pack_of_equal_documents(cp_size: int) -> None:
     for rank in range(cp_size):
@@ -416,6 +483,8 @@ def test_layouts_are_frozen() -> None:
         ({"lengths": [8], "total": 9, "cp_size": 2}, "total=9 must be a multiple of cp_size=2"),
         ({"lengths": [8], "cp_size": 2, "cp_rank": 2}, "cp_rank=2 must be below cp_size=2"),
         ({"lengths": [8], "cp_size": 0}, "cp_size=0 must be an integer of at least 1"),
+        ({"lengths": [8], "top_k": 0}, "top_k=0 must be an integer of at least 1"),
+        ({"lengths": [8], "top_k": 2.0}, "top_k=2.0 must be an integer"),
         ({"lengths": [8], "cp_rank": -1}, "cp_rank=-1 must be an integer of at least 0"),
     ],
 )
@@ -509,7 +578,8 @@ def test_a_stale_layout_changes_the_selection() -> None:
     assert select_topk(scores, stale.copy_(fresh).keys, 2).index.equal(wanted)
 
 
-def test_a_million_tokens_take_less_than_50_ms_a_rank() -> None:
+@pytest.mark.parametrize("top_k", [None, 2048])
+def test_a_million_tokens_take_less_than_50_ms_a_rank(top_k: int | None) -> None:
     """Documents of 128 to 17408 rows with up to 127 rows of padding. The least of several process times counts."""
     padded = [128 * (1 + document % 31) for document in range(511)]
     padded.append(2**20 - sum(padded))
@@ -517,7 +587,7 @@ def test_a_million_tokens_take_less_than_50_ms_a_rank() -> None:
     seconds = []
     for rank in range(8):
         begin = time.process_time()
-        layout = Layout.packed(lengths, padded=padded, cp_size=64, cp_rank=rank)
+        layout = Layout.packed(lengths, padded=padded, cp_size=64, cp_rank=rank, top_k=top_k)
         seconds.append(time.process_time() - begin)
         assert layout.rows.numel() == 2**20 // 64
     assert min(seconds) < 0.05, f"fastest of {len(seconds)}: {1e3 * min(seconds):.0f} ms"

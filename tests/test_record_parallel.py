@@ -46,13 +46,30 @@ def test_differences_are_relative_to_one_process(script: Any) -> None:
     assert found["speedup"] == 1.5
 
 
-def test_communication_counts_once_where_kernels_overlap(script: Any) -> None:
-    spans = [("ncclDevKernel_AllGather", 0, 4000), ("ncclDevKernel_Send", 3000, 3000), ("gemm", 2000, 1000)]
-    spans += [("gemm", 5500, 1500), ("softmax", 2500, 1000)]
-    found = script.traffic([{"name": name, "ts": ts, "dur": dur} for name, ts, dur in spans])
-    assert (found["nccl_ms"], found["compute_ms"], found["kernel_ms"]) == (6.0, 3.0, 7.0)
-    assert (found["nccl_overlapped_ms"], found["nccl_kernels"]) == (2.0, 2.0)
-    assert found["overlapped_share"] == pytest.approx(1 / 3)
+def test_data_moves_while_both_ranks_are_in_a_collective(script: Any) -> None:
+    """Before, the rank that came first waits. Kernels that run at the same time count once."""
+    gather, send = "ncclDevKernel_AllGather", "ncclDevKernel_Send"
+    spans = [[(gather, 0, 4000), (send, 3000, 3000), ("gemm", 2000, 1000), ("gemm", 5500, 1500), ("sum", 2500, 1000)]]
+    spans += [[("gemm", 0, 2900), (gather, 2900, 1100), (send, 5000, 1001)]]
+    base = 10**15
+    traces = [
+        [{"cat": "kernel", "name": name, "ts": ts, "dur": dur} for name, ts, dur in rank] + [{"name": "a step"}]
+        for rank in spans
+    ]
+    found = [script.kernels({"traceEvents": one, "baseTimeNanoseconds": base}) for one in traces]
+    assert found[0].nccl[0] == pytest.approx((base / 1e6, base / 1e6 + 4), abs=1e-5)
+    here = script.traffic(*found)
+    wanted = {"kernel_ms": 7.0, "compute_ms": 3.0, "nccl_ms": 6.0, "nccl_kernels": 2, "waiting_ms": 6 - 1.1 - 1.0}
+    wanted |= {"moving_ms": 2.1, "moving_covered_ms": 0.6 + 0.5, "ends_apart_ms": 0.0005}
+    assert here == pytest.approx(wanted, abs=1e-5)
+    there = script.traffic(*reversed(found))
+    assert there["waiting_ms"] == pytest.approx(0.001, abs=1e-5)
+    assert there["moving_covered_ms"] == 0
+    alone = script.traffic(found[1])
+    assert (alone["waiting_ms"], alone["moving_ms"]) == (0, pytest.approx(2.101, abs=1e-5))
+    quiet = script.traffic(script.Kernels([], [(0.0, 1.0)]), found[0])
+    assert (quiet["moving_ms"], quiet["kernel_ms"]) == (0, 1)
+    assert quiet["ends_apart_ms"] is None
 
 
 def test_what_a_late_rank_said_begins_with_its_innermost_call(script: Any) -> None:

@@ -125,6 +125,7 @@ class Layout:
         side: Literal["right", "left"] = "right",
         cp_size: int = 1,
         cp_rank: int = 0,
+        top_k: int | None = None,
     ) -> "Layout":
         """Documents laid end to end.
 
@@ -133,8 +134,13 @@ class Layout:
         total: rows of the whole buffer (default: sum of `padded`; a multiple of cp_size). Rows past the last document
             are padding, numbered rank by rank.
         side: where padding sits inside a document's rows.
+        top_k: keys that attention keeps of those a row may read. None: rank r owns chunks r and 2 * cp_size - 1 - r of
+            every document, so that the documents' first rows, which have few keys to keep, are all rank 0's. With it
+            each such pair of chunks goes to the rank that keeps least so far. Give all ranks the same.
         """
         real = _integers("lengths", lengths)
+        if top_k is not None:
+            _require_int("top_k", top_k, 1)
         slots = real if padded is None else _integers("padded", padded)
         if side not in ("right", "left"):
             raise InputError(f"side={side!r} must be 'right' or 'left'")
@@ -144,7 +150,7 @@ class Layout:
             i = int(short[0])
             raise InputError(f"padded[{i}]={slots[i]} is shorter than lengths[{i}]={real[i]}")
         offset = slots - real if side == "left" else np.zeros_like(real)
-        return cls._build(real, slots, offset, total, cp_size, cp_rank)
+        return cls._build(real, slots, offset, total, cp_size, cp_rank, top_k)
 
     @classmethod
     def continuation(cls, cached: int, tokens: int = 1) -> "Layout":
@@ -173,7 +179,7 @@ class Layout:
         last = width - kept[:, ::-1].argmax(1) if width else first
         if (holes := np.flatnonzero((real > 0) & (last - first != real))).size:
             raise InputError(f"mask[{int(holes[0])}] has a hole between real tokens; a KeyRange cannot say that")
-        return cls._build(real, np.full(batch, width, np.int64), first, None, 1, 0).to(mask.device)
+        return cls._build(real, np.full(batch, width, np.int64), first).to(mask.device)
 
     @classmethod
     def from_position_ids(cls, ids: Tensor) -> "Layout":
@@ -192,7 +198,7 @@ class Layout:
             row = int(wrong[0])
             raise InputError(f"ids jump to {flat[row]} at row {row}; a document must start at position 0")
         real = np.diff(np.append(where, flat.size)).astype(np.int64)
-        return cls._build(real, real, np.zeros_like(real), None, 1, 0).to(ids.device)
+        return cls._build(real, real, np.zeros_like(real)).to(ids.device)
 
     def shard_rows(self, rank: int, size: int) -> "Layout":
         """The rank-th of `size` equal runs of my rows (sequence parallelism); the keys stay whole.
@@ -283,14 +289,24 @@ class Layout:
 
     @classmethod
     def _build(
-        cls, real: np.ndarray, slots: np.ndarray, offset: np.ndarray, total: int | None, cp_size: int, cp_rank: int
+        cls,
+        real: np.ndarray,
+        slots: np.ndarray,
+        offset: np.ndarray,
+        total: int | None = None,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        top_k: int | None = None,
     ) -> "Layout":
         """Documents of `real` tokens, `offset` rows into `slots` rows each, on rank `cp_rank` of `cp_size`."""
         slot_start = np.cumsum(slots) - slots
         covered = int(slots.sum())
         total = covered if total is None else total
         _check_sizes(slots, covered, total, cp_size, cp_rank)
-        starts, counts = _zigzag_chunks(slot_start, slots, covered, total, cp_size)
+        pairs = np.repeat(np.arange(cp_size)[:, None], len(slots), 1)
+        if top_k is not None:
+            pairs = _even_pairs(_kept_by_pair(real, slots, offset, cp_size, top_k))
+        starts, counts = _zigzag_chunks(slot_start, slots, covered, total, pairs)
 
         document = np.concatenate([np.repeat(np.arange(len(real)), 2), [-1]])  # of each chunk; -1 is the tail
         document = np.repeat(document, counts[cp_rank])
@@ -323,21 +339,49 @@ class Layout:
 _TENSORS = tuple(f.name for f in fields(Layout) if f.type is Tensor)
 
 
+def _kept_by_pair(real: np.ndarray, slots: np.ndarray, offset: np.ndarray, cp_size: int, top_k: int) -> np.ndarray:
+    """[N, cp_size]: keys that the rows of chunks i and 2 * cp_size - 1 - i keep, of each document and i."""
+    edges = np.arange(2 * cp_size + 1) * (slots // (2 * cp_size))[:, None] - offset[:, None]
+    rows = np.clip(edges, 0, real[:, None])  # real ones before each chunk's edge
+    rising = np.minimum(rows, top_k)
+    chunks = np.diff(rising * (rising + 1) // 2 + top_k * (rows - rising))
+    return chunks[:, :cp_size] + chunks[:, : cp_size - 1 : -1]
+
+
+def _even_pairs(kept: np.ndarray) -> np.ndarray:
+    """[cp_size, N]: which pair of chunks each rank owns of each document, so that ranks keep about as much.
+
+    Documents whose pairs differ most come first; of each, the heaviest pair goes to the rank that has least. Ties leave
+    pair i with rank i.
+    """
+    size = kept.shape[1]
+    pairs = np.repeat(np.arange(size)[:, None], len(kept), 1)
+    loads = np.zeros(size, np.int64)
+    spread = kept.max(1) - kept.min(1)
+    for document in np.argsort(-spread, kind="stable")[: np.count_nonzero(spread)]:
+        heaviest = size - 1 - np.argsort(-kept[document, ::-1], kind="stable")
+        lightest = size - 1 - np.argsort(loads[::-1], kind="stable")
+        pairs[lightest, document] = heaviest
+        loads[lightest] += kept[document, heaviest]
+    return pairs
+
+
 def _zigzag_chunks(
-    slot_start: np.ndarray, slots: np.ndarray, covered: int, total: int, cp_size: int
+    slot_start: np.ndarray, slots: np.ndarray, covered: int, total: int, pairs: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """First row and row count of each rank's chunks, both [cp_size, 2 N + 1]: front and back of each document, tail.
 
-    One rank owns documents whole: its "back" chunks are empty, so odd lengths need no padding.
+    pairs: [cp_size, N], i of chunks i and 2 * cp_size - 1 - i. One rank owns documents whole: its "back" chunks are
+    empty, so odd lengths need no padding.
     """
-    rank = np.arange(cp_size)[:, None]
+    cp_size = len(pairs)
     half = slots // (2 * cp_size) if cp_size > 1 else slots
-    front = slot_start + rank * half
-    back = slot_start + slots - (rank + 1) * half if cp_size > 1 else slot_start + slots
+    front = slot_start + pairs * half
+    back = slot_start + slots - (pairs + 1) * half if cp_size > 1 else front + slots
     tail = (total - covered) // cp_size
-    starts = np.stack([front, np.broadcast_to(back, front.shape)], axis=2).reshape(cp_size, -1)
+    starts = np.stack([front, back], axis=2).reshape(cp_size, -1)
     counts = np.stack([half, half if cp_size > 1 else np.zeros_like(half)], axis=1).reshape(-1)
-    starts = np.concatenate([starts, covered + rank * tail], axis=1)
+    starts = np.concatenate([starts, covered + np.arange(cp_size)[:, None] * tail], axis=1)
     return starts, np.tile(np.append(counts, tail), (cp_size, 1))
 
 

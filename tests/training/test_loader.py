@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from dsattn.accounting import visible_pairs
+from dsattn.accounting import kept_pairs, visible_pairs
 from dsattn.config import ParallelConfig
 from dsattn.errors import InputError
 from dsattn.keys import Layout
@@ -119,6 +119,22 @@ def test_context_parallel_ranks_have_nearly_as_many_pairs() -> None:
         loads = [int(part.layout.keys.lengths().sum()) for part in parts]
         assert sum(loads) == visible_pairs(lengths)
         assert max(loads) <= most * sum(loads) / len(loads)
+
+
+def test_context_parallel_ranks_keep_nearly_as_many_pairs() -> None:
+    """Without `top_k` the first rows of all documents, which have few keys to keep, are rank 0's."""
+    packs, top_k = [pack([640, 320, 160, 160], 1280)], 32
+
+    def uneven(top_k_given: int | None) -> float:
+        parts = [place(packs, mesh, top_k=top_k_given) for mesh in ranks(ParallelConfig(cp=2, tp=2))]
+        loads = [int(part.layout.keys.lengths().clamp(max=top_k).sum()) for part in parts]
+        assert sum(loads) == kept_pairs([640, 320, 160, 160], top_k)
+        (seen,) = {part.layout.num_keys for part in parts}
+        assert seen == 1280
+        return max(loads) * len(loads) / sum(loads)
+
+    assert uneven(None) > 1.04
+    assert uneven(top_k) < 1.01
 
 
 def test_one_process_gets_its_packs_as_they_are() -> None:

@@ -49,7 +49,7 @@ def _shared_loss(whole: Parallel, packs: Sequence[Pack], stage: StageConfig, tra
     """As `held_out_loss`."""
     labels, mesh = sum(pack.num_labels for pack in packs), whole.mesh
     run = Pass(mode=stage.mode, with_kl=False, with_mtp=False, ranks=whole.ranks)
-    total = _forward(whole, _dealt(packs, mesh), run, train)
+    total = _forward(whole, _dealt(packs, whole), run, train)
     for group in (mesh.group("loss"), mesh.group("tp") if mesh.config.sequence_parallel else None):
         if group is not None:
             dist.all_reduce(total, group=group)
@@ -63,7 +63,7 @@ def _shared_health(whole: Parallel, packs: Sequence[Pack], train: TrainConfig) -
     survey = Survey(config, packs, [counted_rows(pack.layout, top_k) for pack in packs], mesh.device)
     if not survey.finds:
         return survey.finish()
-    micros = _dealt(packs, mesh)
+    micros = _dealt(packs, whole)
     own = [_own_rows(micro.layout, mesh) for micro in micros]
 
     def of_every_head(seen: Observation) -> Observation:
@@ -99,10 +99,11 @@ def _of_every_head(seen: Observation, mesh: ParallelMesh, groups: Ranks) -> Obse
     )
 
 
-def _dealt(packs: Sequence[Pack], mesh: ParallelMesh) -> list[MicroBatch]:
+def _dealt(packs: Sequence[Pack], whole: Parallel) -> list[MicroBatch]:
     """This rank's, on its device: as many for each; empty packs fill up."""
+    mesh, top_k = whole.mesh, whole.model.config.dsa.indexer.top_k
     filled = [*packs, *[_empty(packs[0])] * (-len(packs) % mesh.size("batch"))]
-    return [to_device(micro, mesh.device) for micro in micro_batches(filled, mesh, 1)]
+    return [to_device(micro, mesh.device) for micro in micro_batches(filled, mesh, 1, top_k=top_k)]
 
 
 def _forward(whole: Parallel, micros: Sequence[MicroBatch], run: Pass, train: TrainConfig) -> Tensor:

@@ -5,9 +5,10 @@ Every rank reads the same packs of one stream, so no text ever depends on the me
     packs of a step    dealt to the ranks of `batch` by visible pairs of rows and keys: as many for each, the heaviest
                        first, each to the rank that has least so far
     micro-batches      of so many packs, in that order: those that run at one time weigh about the same
-    documents          padded to a multiple of 2 * cp, each cut into 2 * cp chunks: rank r of cp has chunks r and
-                       2 * cp - 1 - r, so that all have as many pairs; with `parallel.dynamic_cp` each is cut over a
-                       group of cp ranks where smaller groups fit, see `spread`
+    documents          padded to a multiple of 2 * cp, each cut into 2 * cp chunks: a rank of cp has chunks i and
+                       2 * cp - 1 - i, so that all have as many pairs; which i, is such that all keep as many (first
+                       rows of documents have few keys to keep), see `Layout.packed`; with `parallel.dynamic_cp` each
+                       is cut over a group of cp ranks where smaller groups fit, see `spread`
     rows               padded to a multiple of cp * tp; rank t of tp has every tp-th of its cp rank's rows, from t on
                        (sequence parallelism), or all of them
 
@@ -56,12 +57,17 @@ def deal(packs: Sequence[Pack], ranks: int) -> list[list[Pack]]:
 
 
 def micro_batches(
-    packs: Sequence[Pack], mesh: ParallelMesh, size: int, depths: int = 0, groups: Groups | None = None
+    packs: Sequence[Pack],
+    mesh: ParallelMesh,
+    size: int,
+    depths: int = 0,
+    groups: Groups | None = None,
+    top_k: int | None = None,
 ) -> list[MicroBatch]:
     """This rank's micro-batches of a global batch, on the host.
 
     packs: the whole global batch, the same on every rank. size: packs in one micro-batch, or all of a rank where it has
-    fewer. depths: N; tokens and labels ahead are looked up here where a rank has a part of the rows. groups: see
+    fewer. depths: N; tokens and labels ahead are looked up here where a rank has a part of the rows. groups, top_k: see
     `place`.
     """
     mine = deal(packs, mesh.size("batch"))[mesh.rank("batch")]
@@ -70,14 +76,21 @@ def micro_batches(
     cp, tp = mesh.size("cp"), mesh.size("tp")
     if cp == tp == 1:
         return [_whole(fold(part)) for part in parts]
-    return [place(part, mesh, depths, groups) for part in parts]
+    return [place(part, mesh, depths, groups, top_k) for part in parts]
 
 
-def place(packs: Sequence[Pack], mesh: ParallelMesh, depths: int = 0, groups: Groups | None = None) -> MicroBatch:
+def place(
+    packs: Sequence[Pack],
+    mesh: ParallelMesh,
+    depths: int = 0,
+    groups: Groups | None = None,
+    top_k: int | None = None,
+) -> MicroBatch:
     """This rank's rows of one micro-batch: its documents padded and cut for cp, its rows for tp.
 
     groups: `Pass.ranks` by number of cp ranks that may share a document, `cp` among them (`Parallel.groups`): what
-    stands in the micro-batch. None: all of cp do, and the micro-batch says nothing of ranks.
+    stands in the micro-batch. None: all of cp do, and the micro-batch says nothing of ranks. top_k: keys that a row
+    keeps, by which chunks are dealt out; None: rank r has chunks r and 2 * cp - 1 - r.
     """
     groups = {mesh.size("cp"): None} if groups is None else groups
     tp, documents = mesh.size("tp"), _documents(packs)
@@ -92,7 +105,8 @@ def place(packs: Sequence[Pack], mesh: ParallelMesh, depths: int = 0, groups: Gr
         tokens[whole.real_rows], labels[whole.real_rows] = (torch.cat(parts) for parts in zip(*mine, strict=True))
     layout = whole
     if size > 1:
-        layout = Layout.packed(lengths, padded=slots, total=total, cp_size=size, cp_rank=mesh.rank("cp") % size)
+        rank = mesh.rank("cp") % size
+        layout = Layout.packed(lengths, padded=slots, total=total, cp_size=size, cp_rank=rank, top_k=top_k)
     if tp > 1 and mesh.config.sequence_parallel:
         layout = layout.deal_rows(mesh.rank("tp"), tp)
     rows = layout.rows

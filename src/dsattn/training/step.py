@@ -80,8 +80,9 @@ def accumulate_gradients(
     device, mesh = whole.mesh.device, whole.mesh
     labels = max(sum(pack.num_labels for pack in packs), 1)
     rows = max(sum(pack.layout.num_real_rows for pack in packs), 1)
-    depths = whole.model.config.mtp.depths
-    micros = micro_batches(packs, mesh, train.packs_per_micro_batch, depths, whole.groups)
+    config = whole.model.config
+    depths, top_k = config.mtp.depths, config.dsa.indexer.top_k
+    micros = micro_batches(packs, mesh, train.packs_per_micro_batch, depths, whole.groups, top_k)
     if whole.pipeline is not None:
         ready = [to_device(micro, device) for micro in micros]
         share = whole.pipeline.step(ready, (labels, rows), stage, train)
