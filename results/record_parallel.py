@@ -3,7 +3,8 @@
     python results/record_parallel.py --commit "$(git rev-parse HEAD)" >> results/parallel.jsonl
 
 One line of JSON a case, written when it is done: one process, then two with dp_shard, cp, tp and pp 2, all with the
-same packs and weights. First in bfloat16 on long packs, for speed; then in fp32 on shorter packs and fewer layers.
+same packs and weights; one process and dp_shard 2 with `train.compile`, too. First in bfloat16 on long packs, for
+speed; then in fp32 on shorter packs and fewer layers.
 Losses and gradient norms must be those of one process to 1e-5 in fp32, to 1e-2 in bfloat16, in every step.
 Short runs side by side compile the kernels; then one `torchrun` goes through all cases. A case that fails, or takes
 more than `--seconds`, is told on stderr with the last lines of each rank, and those behind it go on in another launch.
@@ -49,12 +50,14 @@ from dsattn.training.step import accumulate_gradients
 
 CASES: dict[str, dict[str, Any]] = {
     "one": {},
+    "one, compiled": {},
     "dp_shard 2": {"dp_shard": 2},
+    "dp_shard 2, compiled": {"dp_shard": 2},
     "cp 2": {"cp": 2},
     "tp 2": {"tp": 2},
     "pp 2": {"pp": 2},
 }
-COMPILED = ("one", "tp 2")  # what the others run is compiled with these
+WARM = ("one", "tp 2")  # kernels of the others are compiled with those of these
 BAR = {"float32": 1e-5, "bfloat16": 1e-2}
 PACKS = 2
 LINES = 20  # of what a rank said last
@@ -140,7 +143,7 @@ def planned(options: argparse.Namespace) -> list[Job]:
 
 def warm_up(jobs: Sequence[Job], options: argparse.Namespace, end: float) -> None:
     """Compile the kernels into Triton's cache: each launch runs one step of one layer, all at the same time."""
-    short = [dataclasses.replace(job, layers=1, steps=1, profile=False) for job in jobs if job.case in COMPILED]
+    short = [dataclasses.replace(job, layers=1, steps=1, profile=False) for job in jobs if job.case in WARM]
 
     def run(job: Job) -> None:
         began = time.monotonic()
@@ -242,7 +245,7 @@ def measured(job: Job, mesh: ParallelMesh) -> dict[str, Any]:
     model = dataclasses.replace(recipe.model, num_layers=job.layers or recipe.model.num_layers)
     stage = next(one for one in recipe.train.stages if one.mode == "sparse")
     settings: dict[str, Any] = {"packs_per_step": PACKS, "packs_per_micro_batch": 1, "recompute": "selective"}
-    train = TrainConfig(stages=(stage,), dtype=job.dtype, **settings)
+    train = TrainConfig(stages=(stage,), dtype=job.dtype, compile="compiled" in job.case, **settings)
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -275,7 +278,12 @@ def measured(job: Job, mesh: ParallelMesh) -> dict[str, Any]:
     shape = {"T": job.tokens, "packs_per_step": PACKS, "layers": model.num_layers, "dtype": job.dtype}
     return {
         "mesh": {name: mesh.size(name) for name in ("dp_shard", "cp", "tp", "pp")},
-        "shape": {**shape, "recompute": train.recompute, "parameters": whole.count_parameters()},
+        "shape": {
+            **shape,
+            "recompute": train.recompute,
+            "compile": train.compile,
+            "parameters": whole.count_parameters(),
+        },
         **found,
         "tokens_per_second": PACKS * job.tokens * len(timed) / sum(timed),
         "peak_bytes": peak,

@@ -811,6 +811,8 @@ class TrainConfig(Checked):
     MLPs (`selective`); or whole layers (`full`)."""
     recompute_reuse_selection: bool = True
     """Replays use the selections and the indexers' losses of the first pass; otherwise they make both again."""
+    compile: bool = False
+    """Layers' MLPs, shared experts too, go through `torch.compile`. Memory is planned without."""
     device: str = "auto"
     """`auto` takes a GPU where there is one."""
     seed: int = 0

@@ -228,8 +228,9 @@ def test_peaks_are_those_recorded_on_an_h200():
 
 
 def test_peaks_of_meshes_are_those_recorded_on_two_h200s():
-    """The newest of each case and dtype: older ones held tensors that are let go since."""
-    newest = {(one["case"], one["shape"]["dtype"]): one for one in recorded("parallel.jsonl", "parallel")}
+    """The newest of each case and dtype: older ones held tensors that are let go since. No plan is of compiled MLPs."""
+    records = [one for one in recorded("parallel.jsonl", "parallel") if not one["shape"].get("compile")]
+    newest = {(one["case"], one["shape"]["dtype"]): one for one in records}
     assert len(newest) == 10
     for one in newest.values():
         for rank, peak in enumerate(one["peak_bytes"]):

@@ -48,6 +48,15 @@ def test_many_ranks_are_cut_short():
     assert lines[-1] == "... and 16 more ranks like these"
 
 
+def test_every_stage_shows_ranks_where_they_are_cut_short():
+    run = run_of(packs=16, pp=2, dp_shard=16)
+    lines = ranks.holdings(run).splitlines()
+    shown = [line.split()[0] for line in lines[1:-1]]
+    assert shown == [str(rank) for stage in (0, 16) for rank in range(stage, stage + 8)]
+    assert lines[-1] == "... and 8 more ranks of each stage like these"
+    assert [line.split()[1] for line in lines[1:-1]] == ["pp=0"] * 8 + ["pp=1"] * 8
+
+
 def test_the_plan_is_accountings():
     run = run_of(pp=2)
     text = ranks.memory(run)

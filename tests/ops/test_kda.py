@@ -91,6 +91,13 @@ def test_no_rows() -> None:
     assert states.shape == (0, HEADS, WIDTH, VALUES)
 
 
+def test_without_rows_every_operand_has_its_gradient() -> None:
+    """Ranks whose pack is empty reduce as many gradients as the others."""
+    given = [x.requires_grad_() for x in operands([])]
+    kimi_delta_attention(*given, [])[0].sum().backward()
+    assert [x.grad is not None and x.grad.shape == x.shape for x in given] == [True] * 5
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

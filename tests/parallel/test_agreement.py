@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import unittest.mock
+import warnings
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -40,6 +41,7 @@ from dsattn.config import (
 from dsattn.keys import Layout
 from dsattn.model.decoder import Decoder
 from dsattn.model.stage import MicroBatch
+from dsattn.parallel import compiled
 from dsattn.parallel.apply import Parallel, apply
 from dsattn.parallel.gloo import one_thread_a_group
 from dsattn.parallel.gradients import clip
@@ -89,7 +91,9 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One cell: a mesh, a model, a mode, settings of the step, its documents, and whether an evaluation follows."""
+    """One cell: a mesh, a model, a mode, settings of the step, its documents, whether an evaluation follows, and how
+    many calls add up their gradients.
+    """
 
     name: str
     mesh: dict[str, Any]
@@ -99,6 +103,7 @@ class Case:
     balance_weight: float = 0.0
     evaluates: bool = False
     documents: str = "mixed"
+    calls: int = 1
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -113,6 +118,7 @@ class Case:
 ONE = {"packs_per_micro_batch": 1}
 FULL = {"recompute": "full"}
 SELECTIVE = {"recompute": "selective"}
+COMPILED = {"compile": True}
 WHOLE_ROWS = {"tp": 2, "sequence_parallel": False, "check_ranks": True}
 
 CASES = [
@@ -130,6 +136,11 @@ CASES = [
     Case("context of four", {"cp": 4}, "sharing", train=FULL),
     Case("context, shards", {"cp": 2, "dp_shard": 2}, "sharing", train=ONE | FULL),
     Case("tensor", {"tp": 2}, "plain"),
+    Case("tensor, shards, two calls", {"tp": 2, "dp_shard": 2}, "sharing", calls=2),
+    Case("compiled, tensor, shards, recompute", {"tp": 2, "dp_shard": 2}, train=ONE | FULL | COMPILED),
+    Case("compiled, shards, experts", {"dp_shard": 2}, "experts", train=ONE | COMPILED),
+    Case("tensor, whole rows, two calls", WHOLE_ROWS, "gqa", calls=2),
+    Case("pipeline, two calls", {"pp": 2}, "sharing", train=ONE, calls=2),
     Case("tensor, sharing, recompute", {"tp": 2}, "sharing", train=FULL),
     Case("tensor, whole rows", WHOLE_ROWS, "sharing", train=SELECTIVE, evaluates=True),
     Case("tensor, context", {"tp": 2, "cp": 2}, "sharing", train=SELECTIVE, evaluates=True),
@@ -224,10 +235,15 @@ def run_case(case: Case, alone: dict[str, Any]) -> dict[str, Any]:
     model, stage = MODELS[case.model], StageConfig(mode=case.mode, balance_weight=case.balance_weight)
     train = TrainConfig(**{"packs_per_step": 4, "packs_per_micro_batch": 2} | case.train)
     torch.manual_seed(0)
-    whole = apply(model, mesh_of(case.parallel), train)
+    with unittest.mock.patch.object(compiled, "BACKEND", "aot_eager"):  # inductor's code is a GPU's to run
+        whole = apply(model, mesh_of(case.parallel), train)
     set_mode(whole.model, case.mode)
     with seeing_groups() as sizes:
-        found = accumulate_gradients(whole, packs(case.documents), stage, train)
+        for _ in range(case.calls):
+            found = accumulate_gradients(whole, packs(case.documents), stage, train)
+    for parameter in whole.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= case.calls
     expected, wanted = alone["losses"], alone["gradients"]
     gradients = {}
     for name, parameter in whole.model.named_parameters():
@@ -290,6 +306,7 @@ def _apart(found: Any, expected: Any) -> float:
 def main(rank: int, world: int, folder: Path, references: Path) -> None:
     """One rank of a launch: every case that has as many processes."""
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # dynamo's, which hides it
     alone = torch.load(references, weights_only=False)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     for number, case in enumerate(CASES):

@@ -47,11 +47,15 @@ def mesh(run: RunConfig) -> str:
 
 
 def holdings(run: RunConfig) -> str:
-    """One row a rank, the first ones where there are many."""
-    world = run.parallel.world_size
-    rows = [_holding(run, rank) for rank in range(min(world, _MOST_RANKS))]
+    """One row a rank; where there are many, the first ones of each pipeline stage."""
+    world, stages = run.parallel.world_size, run.parallel.pp
+    each = world // stages  # ranks of a stage are neighbours
+    shown = min(each, max(_MOST_RANKS // stages, 1))
+    rows = [_holding(run, stage * each + rank) for stage in range(stages) for rank in range(shown)]
     text = table(["rank", "place", "stages", "layers", "heads", "experts", "rows", "packs"], rows, words=True)
-    return text if world <= _MOST_RANKS else f"{text}\n... and {world - _MOST_RANKS} more ranks like these"
+    if shown == each:
+        return text
+    return f"{text}\n... and {each - shown} more ranks{' of each stage' if stages > 1 else ''} like these"
 
 
 def _holding(run: RunConfig, rank: int) -> list[str]:

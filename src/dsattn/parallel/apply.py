@@ -3,13 +3,16 @@
     1. pipeline     this rank's stages, or the whole model, on the meta device
     2. tensor       heads and widths split over tp                              parallel/tensor.py
     3. experts      routed experts split over ep                                parallel/expert.py
-    4. sharding     every layer over dp_shard x cp, replicas over dp_replicate  parallel/fsdp.py
-    5. weights      this rank's parts of those that one process would draw      nn/draw.py
-    6. schedule     stages joined to a pipeline                                 parallel/pipeline.py
+    4. recompute    by each pass, around a layer's parts (`Pass.recompute`)     parallel/recompute.py
+    5. compile      what those parts call: the MLPs                             parallel/compiled.py
+    6. sharding     every layer over dp_shard x cp, replicas over dp_replicate  parallel/fsdp.py
+    7. weights      this rank's parts of those that one process would draw      nn/draw.py
+    8. schedule     stages joined to a pipeline                                 parallel/pipeline.py
 
-Recompute and the ranks of a micro-batch are put on by each pass (`Pass.recompute`, `Pass.ranks`).
+The ranks of a micro-batch come with its pass, too (`Pass.ranks`).
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,7 +27,8 @@ from dsattn.model.stage import DecoderStage, cut
 from dsattn.nn import LightningIndexer
 from dsattn.nn.ranks import Ranks
 from dsattn.parallel import context, expert, fsdp, tensor
-from dsattn.parallel.gradients import clip
+from dsattn.parallel.compiled import compile_mlps
+from dsattn.parallel.gradients import clip, set_aside
 from dsattn.parallel.mesh import ParallelMesh
 
 if TYPE_CHECKING:
@@ -97,9 +101,15 @@ class Parallel:
         """Names of parameters that another pipeline rank counts in norms and totals."""
         return self.model.copies if isinstance(self.model, DecoderStage | Stages) else frozenset()
 
-    def finish_gradients(self) -> None:
-        """Behind a step's last backward: sum over tp what replicated parameters saw of it in parts."""
-        tensor.reduce_replicated(self.model, self.mesh)
+    @contextlib.contextmanager
+    def backwards(self) -> Iterator[None]:
+        """Around a step's backwards. Behind the last one what replicated parameters saw in parts is summed over tp, and
+        gradients from before are added.
+        """
+        partial = tensor.partial_parameters(self.model, sequence_parallel=self.mesh.config.sequence_parallel)
+        with set_aside(one for _, one in partial if self.mesh.size("tp") > 1):
+            yield
+            tensor.reduce_replicated(self.model, self.mesh)
 
     def clip_gradients(self, most: float) -> float:
         """Scale gradients down where their global norm is above `most`; the norm before, equal on all ranks."""
@@ -137,6 +147,8 @@ def apply(config: ModelConfig, mesh: ParallelMesh, train: TrainConfig) -> Parall
     for part in parts:
         tensor.split(part, mesh)
         expert.split(part, mesh)
+        if train.compile:
+            compile_mlps(part)
         fsdp.shard(part, mesh, train)
         torch.set_rng_state(state)
         part.to_empty(device=mesh.device).reset_parameters()

@@ -1,5 +1,6 @@
-"""The norm of gradients that lie in parts on many ranks, and clipping by it: the same number on every rank."""
+"""Gradients that lie in parts on many ranks: their norm, clipping by it (the same number on every rank), adding up."""
 
+import contextlib
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -25,6 +26,17 @@ def clip(
     for _, gradient in gradients:
         local(gradient).mul_(scale)
     return total.item()
+
+
+@contextlib.contextmanager
+def set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, these have no gradients; those from before are added to what they have behind it."""
+    before = [(one, one.grad) for one in parameters if one.grad is not None]
+    for parameter, _ in before:
+        parameter.grad = None
+    yield
+    for parameter, gradient in before:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 def local(value: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from dsattn.config import ModelConfig, PipelineSchedule, StageConfig, TrainConfi
 from dsattn.errors import DsattnError, InputError
 from dsattn.model.stage import DecoderStage, MicroBatch, Share, Task
 from dsattn.nn.state import Pass
+from dsattn.parallel.gradients import set_aside
 from dsattn.parallel.mesh import ParallelMesh
 from dsattn.parallel.recompute import learning_pass
 
@@ -244,12 +245,8 @@ def _gradients_aside(stages: Sequence[DecoderStage]) -> Iterator[None]:
     for module in (module for stage in stages for module in stage.modules()):
         if isinstance(module, FSDPModule):
             module.reshard()  # an evaluation leaves whole weights in place of the parameters
-    before = [(one, one.grad) for stage in stages for one in stage.parameters() if one.grad is not None]
-    for parameter, _ in before:
-        parameter.grad = None
-    yield
-    for parameter, gradient in before:
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+    with set_aside(one for stage in stages for one in stage.parameters()):
+        yield
 
 
 def _local(gradient: Tensor | None) -> Tensor:

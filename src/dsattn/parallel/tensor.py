@@ -59,7 +59,8 @@ def split(model: nn.Module, mesh: ParallelMesh) -> None:
 
 
 def reduce_replicated(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Sum over `tp` the gradients of which each rank holds a part, in place. Once a step, after the last backward.
+    """Sum over `tp` the gradients of which each rank holds a part, in place. Once a step, after the last backward: what
+    was summed before must not be among them (`gradients.set_aside`).
 
     With sequence parallelism these are all that are not split; without, those of weights that heads share (the norms of
     GQA's queries and keys). Gradients may be sharded by FSDP2: a sum of shards is the shard of the sum.

@@ -83,12 +83,12 @@ def accumulate_gradients(
     config = whole.model.config
     depths, top_k = config.mtp.depths, config.dsa.indexer.top_k
     micros = micro_batches(packs, mesh, train.packs_per_micro_batch, depths, whole.groups, top_k)
-    if whole.pipeline is not None:
-        ready = [to_device(micro, device) for micro in micros]
-        share = whole.pipeline.step(ready, (labels, rows), stage, train)
-    else:
-        share = Share.total(_micro_batches(whole, micros, stage, train, (labels, rows)))
-    whole.finish_gradients()
+    with whole.backwards():
+        if whole.pipeline is not None:
+            ready = [to_device(micro, device) for micro in micros]
+            share = whole.pipeline.step(ready, (labels, rows), stage, train)
+        else:
+            share = Share.total(_micro_batches(whole, micros, stage, train, (labels, rows)))
     share, pairs = _everywhere(share, sum(micro.layout.keys.num_pairs() for micro in micros), mesh)
     return Losses(
         lm=0.0 if share.lm is None else share.lm.item(),
