@@ -40,8 +40,8 @@ def kimi_delta_attention(
     """
     _check(q, k, v, log_decay, beta, lengths, state)
     if not lengths:  # no rows; every operand has its gradient of zeros, as with rows: FSDP2's ranks reduce as many
-        nothing = sum(one.sum() for one in (q, k, log_decay, beta))
-        return v + nothing.to(v.dtype), v.new_zeros(0, *q.shape[1:], v.shape[2], dtype=_wide(q, v))
+        nothing = torch.stack([one.sum().to(v.dtype) for one in (q, k, log_decay, beta)]).sum()
+        return v + nothing, v.new_zeros(0, *q.shape[1:], v.shape[2], dtype=_wide(q, v))
     call = Call.of((q, k, v), q.shape[0], heads=q.shape[1], width=q.shape[2], value_width=v.shape[2])
     choice = choose("kda", call, backend)
     if choice.function is not None:
