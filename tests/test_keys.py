@@ -498,7 +498,7 @@ def test_packed_refuses(asked: dict[str, Any], says: str) -> None:
     [
         (lambda: Layout.causal(-1), "tokens=-1 must be"),
         (lambda: Layout.causal(4, batch=-1), "batch=-1 must be"),
-        (lambda: Layout.causal(6, cp_size=2), "document 0 occupies 6 rows"),
+        (lambda: Layout.causal(6, cp_size=2), r"tokens=6 must be a multiple of 2 \* cp_size=4"),
         (lambda: Layout.continuation(-1), "cached=-1 must be"),
         (lambda: Layout.continuation(1, 1.5), "tokens=1.5 must be"),
         (lambda: Layout.causal(4).shard_rows(2, 2), "rank=2 must be below size=2"),

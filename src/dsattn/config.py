@@ -936,31 +936,34 @@ class ParallelConfig(Checked):
             )
 
     def model_problems(self, model: ModelConfig) -> Iterator[str]:
-        """Yield a sentence for each degree that `model` cannot be cut into."""
+        """Yield a sentence for each degree that `model` cannot be cut into; those below 1 are told already."""
+        tp = max(self.tp, 1)
+        ep = max(self.ep, 1)
         attentions = [model.attention_of(kind) for kind in model.all_types if kind != "linear"]
         for attention in dict.fromkeys(attentions):
             for name in ("heads", "kv_heads"):
-                if (count := getattr(attention, name, 0)) % self.tp:
+                if (count := getattr(attention, name, 0)) % tp:
                     yield f"tp={self.tp} must divide the attention's {name}={count}"
-        if model.intermediate_size % self.tp:
+        if model.intermediate_size % tp:
             yield f"tp={self.tp} must divide model.intermediate_size={model.intermediate_size}"
         if model.kda is not None and self.cp > 1:
             yield f"cp={self.cp} must be 1 with linear layers: their state would have to pass from rank to rank"
-        if model.kda is not None and model.kda.heads % self.tp:
+        if model.kda is not None and model.kda.heads % tp:
             yield f"tp={self.tp} must divide model.kda.heads={model.kda.heads}"
         if self.ep > 1 and model.moe is None:
             yield f"ep={self.ep} needs model.moe: there are no experts to split"
-        if model.moe is not None and model.moe.experts % self.ep:
+        if model.moe is not None and model.moe.experts % ep:
             yield f"ep={self.ep} must divide model.moe.experts={model.moe.experts}"
         for problem in model.pipeline_problems(self.chunks(model.num_layers, model.mtp.depths)):
             yield f"pipeline_layout: {problem}"
 
     def batch_problems(self, train: TrainConfig) -> Iterator[str]:
         """Yield a sentence where a step's packs cannot be dealt to the ranks."""
+        ranks = max(self.batch_ranks, 1)  # degrees below 1 are told already
         for name, packs in train.batches.items():
-            own = packs // self.batch_ranks
+            own = packs // ranks
             micro = min(train.packs_per_micro_batch, own)
-            if packs % self.batch_ranks:
+            if packs % ranks:
                 yield (
                     f"dp_replicate * dp_shard = {self.batch_ranks} must divide train.{name}={packs}: "
                     "every rank takes as many packs"
@@ -974,7 +977,7 @@ class ParallelConfig(Checked):
                     f"pp={self.pp} needs as many micro-batches a step, but train.packs_per_micro_batch="
                     f"{train.packs_per_micro_batch} makes {count} of train.{name}={packs}; lower it"
                 )
-            elif self.vpp > 1 and count % self.pp:
+            elif self.vpp > 1 and count % max(self.pp, 1):
                 yield f"vpp={self.vpp} needs a multiple of pp={self.pp} micro-batches a step, but there are {count}"
 
     @property
@@ -995,7 +998,7 @@ class ParallelConfig(Checked):
         """
         if self.pipeline_layout is not None:
             return parse_pipeline_layout(self.pipeline_layout)
-        count = self.pp * self.vpp
+        count = max(self.pp * self.vpp, 1)
         each, more = divmod(num_layers, count)
         held = ["t" * (each + (chunk < more)) for chunk in range(count)]
         held[0] = "E" + held[0]

@@ -113,6 +113,9 @@ class Layout:
         """
         _require_int("tokens", tokens, 0)
         _require_int("batch", batch, 0)
+        _require_int("cp_size", cp_size, 1)
+        if cp_size > 1 and tokens % (2 * cp_size):
+            raise InputError(f"tokens={tokens} must be a multiple of 2 * cp_size={2 * cp_size}; pad each sequence")
         return cls.packed([tokens] * batch, cp_size=cp_size, cp_rank=cp_rank)
 
     @classmethod

@@ -3,9 +3,13 @@
 import dataclasses
 
 import pytest
+import torch
 
-from dsattn import accounting
+from dsattn import Layout, accounting
 from dsattn.config import DataConfig, GQAConfig, MoEConfig, MTPConfig, ParallelConfig, RunConfig
+from dsattn.parallel.mesh import ParallelMesh
+from dsattn.training.loader import place
+from dsattn.training.packs import Pack
 from dsattn.training.recipes import RECIPES
 
 TINY = RECIPES["tiny"]()
@@ -94,3 +98,12 @@ def test_a_schedule_keeps_its_micro_batches():
         5,
         3,
     ]
+
+
+@pytest.mark.parametrize("degrees", [{}, {"cp": 3}, {"cp": 5, "tp": 2}, {"tp": 4}])
+def test_rows_are_the_loaders_of_one_document(degrees):
+    run = dataclasses.replace(of(), parallel=ParallelConfig(**degrees), data=DataConfig(pack_tokens=4099))
+    pack = Pack(*torch.zeros(2, 4099, dtype=torch.int64), Layout.packed([4099]), 4098)
+    here, mesh = accounting.place(run), ParallelMesh(run.parallel)
+    layout = place([pack], mesh).layout
+    assert (here.keys, here.rows // here.stream_shards) == (layout.num_keys, layout.rows.shape[0])

@@ -49,7 +49,7 @@ def test_many_ranks_are_cut_short():
 
 
 def test_every_stage_shows_ranks_where_they_are_cut_short():
-    run = run_of(packs=16, pp=2, dp_shard=16)
+    run = run_of(packs=32, pp=2, dp_shard=16)
     lines = ranks.holdings(run).splitlines()
     shown = [line.split()[0] for line in lines[1:-1]]
     assert shown == [str(rank) for stage in (0, 16) for rank in range(stage, stage + 8)]

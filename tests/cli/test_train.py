@@ -69,6 +69,18 @@ def test_degrees_are_held_against_model_batch_and_processes_at_once(
     assert not trained
 
 
+def test_a_degree_of_zero_hides_no_other(trained: list, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "tiny", *split("--parallel.tp 0 --parallel.ep 3 --parallel.pp 7")]) == 2
+    said = capsys.readouterr().err
+    for problem in (
+        "parallel.tp=0 must be at least 1",
+        "parallel.ep=3 needs model.moe",
+        "parallel: pp=7 needs as many",
+    ):
+        assert problem in said
+    assert not trained
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_help_explains_every_field_with_its_default(name, capsys):
     assert main(["train", name, "--help"]) == 0

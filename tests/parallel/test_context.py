@@ -205,17 +205,26 @@ class Calls(TorchDispatchMode):
         return out
 
 
-def calls(mesh: ParallelMesh) -> tuple[list[str], list[str]]:
+LAYERS = {  # (model, mode, width of the queries, launches of keys)
+    "mla": ("mla", "dense", "mm 16", 1),
+    "mla, with the indexer's keys": ("mla", "frozen", "mm 16", 1),
+    "pools": ("kpool", "frozen", "mm 16", 1),
+    "gqa, whose indexer's keys go ahead": ("gqa", "frozen", "mm 32", 2),
+}
+
+
+def calls(mesh: ParallelMesh) -> dict[str, tuple[list[str], list[str]]]:
     """Of a layer's forward and of its backward, without the loss, whose reference adds rows up."""
-    torch.manual_seed(0)
-    layer = MLASelfAttention(16, PLAIN.attention, PLAIN.dsa).double()
-    layout = layout_of("one document", RANKS, mesh.rank("cp"))
-    hidden = torch.randn(len(layout.rows), 16, dtype=torch.float64, requires_grad=True)
-    with Calls() as forward:
-        out = layer(hidden, layout, Pass(mode="dense", ranks=ranks_of(mesh))).hidden.sum()
-    with Calls() as backward:
-        out.backward()
-    return forward.names, backward.names
+    layout, seen = layout_of("one document", RANKS, mesh.rank("cp")), {}
+    for name, (model, mode, *_) in LAYERS.items():
+        layer = new_model(model, mode).model.layers[0].self_attn
+        hidden = torch.randn(len(layout.rows), 16, dtype=torch.float64, requires_grad=True)
+        with Calls() as forward:
+            out = layer(hidden, layout, Pass(mode=mode, ranks=ranks_of(mesh))).hidden.sum()
+        with Calls() as backward:
+            out.backward()
+        seen[name] = forward.names, backward.names
+    return seen
 
 
 def refusals(mesh: ParallelMesh) -> list[str]:
@@ -298,17 +307,19 @@ def test_groups_may_change_between_micro_batches(seen):
     torch.testing.assert_close(of_all([one["dynamic"] for one in seen]), alone, **EXACT)
 
 
-def test_keys_travel_in_one_launch_beside_the_query_projections(seen):
-    forward, backward = seen[0]["calls"]
+@pytest.mark.parametrize("layer", LAYERS)
+def test_keys_travel_beside_the_query_projections(seen, layer):
+    forward, backward = seen[0]["calls"][layer]
+    *_, queries, launches = LAYERS[layer]
     launched = [at for at, name in enumerate(forward) if name.startswith("all_gather_into_tensor")]
-    queries, waited = forward.index("mm 16"), forward.index("wait_tensor")
-    assert len(launched) == 1
-    assert launched[0] < queries < waited
-    assert [name for name in backward if "reduce_scatter" in name] == ["reduce_scatter_tensor"]
+    assert len(launched) == launches
+    assert launched[-1] < forward.index(queries) < forward.index("wait_tensor")
+    tensors = 2 if layer.startswith("gqa") else 1  # keys and values; of the indexer's keys nothing flows back here
+    assert [name for name in backward if "reduce_scatter" in name] == ["reduce_scatter_tensor"] * tensors
 
 
 def test_the_backward_of_the_order_adds_nothing_up(seen):
-    _, backward = seen[0]["calls"]
+    _, backward = seen[0]["calls"]["mla"]
     assert "index.Tensor" in backward
     assert not [name for name in backward if name.startswith(("index_put", "index_add", "scatter_add"))]
 

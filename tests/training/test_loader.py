@@ -137,6 +137,14 @@ def test_context_parallel_ranks_keep_nearly_as_many_pairs() -> None:
     assert uneven(top_k) < 1.01
 
 
+@pytest.mark.parametrize(
+    ("packs", "size", "says"), [([], 1, "packs is empty"), (PACKS, 0, "size=0 must be at least 1")]
+)
+def test_micro_batches_of_nothing_are_refused(packs: list[Pack], size: int, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        micro_batches(packs, ParallelMesh(), size)
+
+
 def test_one_process_gets_its_packs_as_they_are() -> None:
     (first, _) = micro_batches(PACKS, ParallelMesh(), 2)
     assert torch.equal(first.tokens, torch.cat([PACKS[0].tokens, PACKS[1].tokens]))

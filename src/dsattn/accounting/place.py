@@ -43,7 +43,8 @@ class Place:
     chunks: in order of execution. layers: indices of the layers whose weights stand here, those of multi-token
     prediction behind the decoder's. runs: what runs for one micro-batch, a layer for each depth of a repeated one.
     rows: that attention heads read, a micro-batch; of these `rows // stream_shards` stand in the residual stream.
-    keys: rows of keys. model: with the heads and the inner width of one rank.
+    keys: rows of keys, padded as the loader pads one document a micro-batch: short ones cost more, 2 * cp rows each.
+    model: with the heads and the inner width of one rank.
     """
 
     config: ModelConfig
@@ -107,6 +108,9 @@ def place(run: RunConfig, stage: int = 0) -> Place:
         own = [config.num_layers + (0 if config.mtp.repeated else depth) for depth in chunk.depths]
         layers += dict.fromkeys(own)
     keys = run.data.pack_tokens * run.train.packs_per_micro_batch
+    if parallel.cp > 1:
+        keys = -(-keys // (2 * parallel.cp)) * 2 * parallel.cp
+    keys = -(-keys // (parallel.cp * parallel.tp)) * parallel.cp * parallel.tp
     local = local_model(config, parallel)
     return Place(config, parallel, chunks, tuple(layers), tuple(runs), keys // parallel.cp, keys, local)
 

@@ -188,7 +188,7 @@ class SelfAttention(nn.Module):
         if turn.rows.num_keys != keys.shape[0]:
             raise InputError(
                 f"layout has {turn.rows.num_keys} keys, but there are {keys.shape[0]} rows of them; "
-                "with a cache, use Layout.continuation(cache.num_rows, tokens)"
+                "with a cache, use Layout.continuation(cache.num_rows, tokens); on ranks of cp, Pass(ranks=...)"
             )
         parts = turn.run.together.tp_size
         if q.shape[1] * parts != self.config.heads:

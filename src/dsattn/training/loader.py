@@ -68,8 +68,12 @@ def micro_batches(
 
     packs: the whole global batch, the same on every rank. size: packs in one micro-batch, or all of a rank where it has
     fewer. depths: N; tokens and labels ahead are looked up here where a rank has a part of the rows. groups, top_k: see
-    `place`.
+    `place`. Raises InputError without packs, and for a size below 1.
     """
+    if not packs:
+        raise InputError("packs is empty; a step needs at least one for each data-parallel rank")
+    if size < 1:
+        raise InputError(f"size={size} must be at least 1: packs in one micro-batch")
     mine = deal(packs, mesh.size("batch"))[mesh.rank("batch")]
     size = min(size, len(mine))
     parts = [mine[first : first + size] for first in range(0, len(mine), size)]
