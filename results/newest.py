@@ -53,7 +53,12 @@ def latest(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def latest_cases(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The last record of each case of parallel.jsonl, model and dtype, in order."""
-    return list({(one["case"], *map(str, one["shape"].values())): one for one in clean(records)}.values())
+
+    def case(record: dict[str, Any]) -> tuple[str, ...]:
+        shape = record["shape"].items()  # `compile` is in the case's name, and not in old shapes
+        return record["case"], *(str(value) for name, value in shape if name != "compile")
+
+    return list({case(one): one for one in clean(records)}.values())
 
 
 def identity(record: dict[str, Any]) -> tuple[Any, ...]:

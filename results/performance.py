@@ -38,9 +38,10 @@ of `select_keys` the regret, as above, of its limit.
 """
 PARALLEL = """## Two GPUs beside one
 
-`python results/record_parallel.py`: the recipe `small`, the same packs and weights, two H200s over NCCL. `apart`: the
-largest relative distance to one GPU in any step. NCCL: its kernels' share of what kernels take, waiting for the other
-GPU included, and how much of it other kernels cover. A step is two packs: a pipeline of two idles for a third of it.
+`python results/record_parallel.py`: the recipe `small`, the same packs and weights, two H200s over NCCL. `x`: times
+one GPU's tokens/s. `apart`: the largest relative distance to one GPU in any step. Of the time that a GPU's kernels take
+in a profiled step: what NCCL's wait for the other GPU, what they move data for, and what of that its other kernels
+cover. A step is two packs: a pipeline of two idles for a third of it.
 
 """
 
@@ -166,11 +167,11 @@ def nearest_to_bar(error: dict[str, dict[str, Any]]) -> str:
 
 
 def parallel(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield "| GPUs | T | dtype | layers | tokens/s | x of one | GiB | NCCL (covered) | apart: loss, KL, norm | record |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield "| GPUs | T | dtype | layers | tokens/s | x | GiB | waits | moves (covered) | loss, KL, norm apart | record |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
     for record in records:
         shape, talk, apart = record["shape"], record["communication"], record.get("apart")
-        nccl = talk and f"{talk['nccl_ms'] / talk['kernel_ms']:.1%} ({talk['overlapped_share']:.0%})"
+        talk = [one for one in talk or () if one["moving_ms"]]
         cells = [
             record["case"],
             f"{shape['T']:,}",
@@ -179,7 +180,11 @@ def parallel(records: Sequence[dict[str, Any]]) -> Iterator[str]:
             f"{record['tokens_per_second']:,.0f}",
             f"{record['speedup']:.2f}" if "speedup" in record else "",
             ", ".join(f"{peak / 2**30:.1f}" for peak in record["peak_bytes"]),
-            nccl if talk and talk["nccl_kernels"] else "",
+            ", ".join(f"{one['waiting_ms'] / one['kernel_ms']:.1%}" for one in talk),
+            ", ".join(
+                f"{one['moving_ms'] / one['kernel_ms']:.1%} ({one['moving_covered_ms'] / one['moving_ms']:.0%})"
+                for one in talk
+            ),
             ", ".join(f"{apart[name]:.1g}" for name in ("losses", "kl", "grad_norms")) if apart else "",
             f"{record['date']}, {record['commit'][:7]}",
         ]

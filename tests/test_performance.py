@@ -130,13 +130,15 @@ def test_the_readme_has_a_row_for_runs_that_were_recorded(script, made):
 def test_two_gpus_have_a_table(script, made):
     shape = {"T": 65536, "dtype": "bfloat16", "layers": 18}
     one = {"case": "one", "shape": shape, "tokens_per_second": 1000.0, "peak_bytes": [2**31], "communication": None}
-    talk = {"kernel_ms": 200.0, "nccl_ms": 20.0, "overlapped_share": 0.5, "nccl_kernels": 3.0}
-    two = {"case": "cp 2", "peak_bytes": [2**30, 2**30], "communication": talk, "speedup": 1.5}
+    talk = {"kernel_ms": 200.0, "waiting_ms": 4.0, "moving_ms": 20.0, "moving_covered_ms": 10.0}
+    talks = [talk, talk | {"waiting_ms": 0.0}]
+    two = {"case": "cp 2", "peak_bytes": [2**30, 2**30], "communication": talks, "speedup": 1.5}
     two |= {"apart": {"losses": 1e-5, "kl": 2e-5, "grad_norms": 3e-3}, "tokens_per_second": 1500.0}
     made(kernels=[], training=[], parallel=[one | MACHINE, one | two | MACHINE | {"speedup": 9.9}, one | two | MACHINE])
     page = script("performance").page()
-    assert "| one | 65,536 | bfloat16 | 18 | 1,000 |  | 2.0 |  |  | 2026-11-30, 0123456 |" in page
-    assert "| cp 2 | 65,536 | bfloat16 | 18 | 1,500 | 1.50 | 1.0, 1.0 | 10.0% (50%) | 1e-05, 2e-05, 0.003 |" in page
+    assert "| one | 65,536 | bfloat16 | 18 | 1,000 |  | 2.0 |  |  |  | 2026-11-30, 0123456 |" in page
+    assert "| cp 2 | 65,536 | bfloat16 | 18 | 1,500 | 1.50 | 1.0, 1.0 | 2.0%, 0.0% | 10.0% (50%), 10.0% (50%) |" in page
+    assert " | 1e-05, 2e-05, 0.003 |" in page
     assert "9.9" not in page
 
 

@@ -58,6 +58,7 @@ def test_one_graph_serves_all_layers_of_a_width_and_any_number_of_rows(monkeypat
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of inductor's own imports
 def test_inductor_agrees_in_bfloat16() -> None:
     torch.manual_seed(0)
     mlp = SwiGLU(256, 1024).cuda()
