@@ -54,7 +54,7 @@ from dsattn.training.stages import audit, set_mode
 from dsattn.training.step import accumulate_gradients
 
 BAR = 1e-5
-SECONDS = 150  # of one launch, before it is killed
+SECONDS = 240  # of one launch, before it is killed
 
 INDEXER = IndexerConfig(heads=2, head_dim=8, top_k=4, rope_dim=4)
 PLAIN = ModelConfig(
@@ -71,6 +71,7 @@ MODELS = {
     "sharing": dataclasses.replace(
         PLAIN, dsa=DSAConfig(indexer=INDEXER, share_every=2, multi_layer_teacher=True), mtp=REPEATED
     ),
+    "ahead": dataclasses.replace(PLAIN, mtp=MTPConfig(depths=2)),
     "gqa": dataclasses.replace(
         PLAIN,
         num_layers=2,
@@ -119,6 +120,8 @@ ONE = {"packs_per_micro_batch": 1}
 FULL = {"recompute": "full"}
 SELECTIVE = {"recompute": "selective"}
 COMPILED = {"compile": True}
+INTERLEAVED: dict[str, Any] = {"pp": 2, "vpp": 2, "schedule": "Interleaved1F1B"}
+COPIES = INTERLEAVED | {"pipeline_layout": "Et|tt|tm|mL"}
 WHOLE_ROWS = {"tp": 2, "sequence_parallel": False, "check_ranks": True}
 
 CASES = [
@@ -129,6 +132,8 @@ CASES = [
     Case("shards, warm-up, recompute", {"dp_shard": 2}, "sharing", "warmup", ONE | FULL),
     Case("shards, fixed indexers", {"dp_shard": 2}, "gqa", "frozen", SELECTIVE),
     Case("shards, experts", {"dp_shard": 2}, "experts", balance_weight=0.1),
+    Case("shards, a rank without documents", {"dp_shard": 2}, "sharing", train=ONE, documents="one in four"),
+    Case("context, a rank without documents", {"cp": 2, "dp_shard": 2}, train=ONE, documents="one in four"),
     Case("replicas", {"dp_replicate": 2}, "sharing", train=ONE | SELECTIVE),
     Case("replicas of shards", {"dp_replicate": 2, "dp_shard": 2}, "sharing", train=ONE | FULL),
     Case("context", {"cp": 2}, "plain", train=ONE),
@@ -147,9 +152,10 @@ CASES = [
     Case("tensor, shards", {"tp": 2, "dp_shard": 2}, "sharing", "warmup"),
     Case("pipeline", {"pp": 2}, "sharing", train=ONE),
     Case("pipeline, MTP alone, recompute", {"pp": 2, "pipeline_layout": "Etttt|mmL"}, "sharing", train=ONE | FULL),
-    Case(
-        "pipeline, interleaved", {"pp": 2, "vpp": 2, "schedule": "Interleaved1F1B"}, "plain", train=ONE, evaluates=True
-    ),
+    Case("pipeline, interleaved", INTERLEAVED, "plain", train=ONE, evaluates=True),
+    Case("pipeline, interleaved, two copies on a rank", COPIES, "ahead", train=ONE, evaluates=True),
+    Case("pipeline, interleaved, shards", INTERLEAVED | {"dp_shard": 2}, "plain", train=ONE | FULL),
+    Case("pipeline, experts", {"pp": 2, "dp_shard": 2, "ep": 2}, "experts", train=ONE, balance_weight=0.1),
     Case("pipeline, context", {"pp": 2, "cp": 2}, "sharing", train=ONE | FULL),
     Case("pipeline, context, pools", {"pp": 2, "cp": 2}, "pools", "frozen", ONE),
     Case("pipeline, tensor", {"pp": 2, "tp": 2}, "gqa", train=ONE, evaluates=True),
@@ -166,6 +172,7 @@ CASES = [
 
 DOCUMENTS = {  # of 1, 2, 3 and 7 tokens among longer ones, a pack that is padded, one nearly empty
     "mixed": ([30, 18], [1, 2, 3, 7, 21], [44, 1, 3], [2]),
+    "one in four": ([30, 18], [0], [0], [0]),
     "short": ([24, 24], [12, 12, 12, 12], [44, 1, 3], [10, 14, 10, 14]),  # for 2, 1, 4 and 2 of four ranks
 }
 

@@ -34,6 +34,7 @@ from dsattn.config import (
 )
 from dsattn.keys import Layout
 from dsattn.model.decoder import Decoder
+from dsattn.model.layer import DecoderLayer
 from dsattn.model.stage import DecoderStage, MicroBatch, Task
 from dsattn.nn.state import Pass
 from dsattn.parallel import fsdp
@@ -213,10 +214,10 @@ def test_accounting_counts_these_bytes(two_shards: ParallelMesh, mode: Mode, pol
     counted_are_those_sent(sent, TEACHERS, two_shards.config, mode, policy)
 
 
-def counted_are_those_sent(
-    sent: Sent, model: ModelConfig, parallel: ParallelConfig, mode: Mode, recompute: Recompute, stage: int = 0
-) -> None:
-    """Of every unit but the root, which the accounting of layers leaves out; each of two ranks receives half."""
+def layers_traffic(
+    model: ModelConfig, parallel: ParallelConfig, mode: Mode, recompute: Recompute, stage: int = 0
+) -> list[accounting.Collective]:
+    """What accounting counts of every unit but the root, for one micro-batch."""
     train = TrainConfig(recompute=recompute, packs_per_step=4, packs_per_micro_batch=1)
     run = RunConfig(model=model, parallel=parallel, train=train, data=DataConfig(pack_tokens=16))
     here = accounting.place(run, stage)
@@ -226,6 +227,14 @@ def counted_are_those_sent(
         for one in accounting.layer_traffic(here, number, kept, run, mode)
     ]
     assert {one.what for one in found} == {"weights"}
+    return found
+
+
+def counted_are_those_sent(
+    sent: Sent, model: ModelConfig, parallel: ParallelConfig, mode: Mode, recompute: Recompute
+) -> None:
+    """Of every unit but the root; each of two ranks receives half."""
+    found = layers_traffic(model, parallel, mode, recompute)
     root = 0 if mode == "warmup" else sent.reduced[-1]
     assert [one.forward for one in found] == [4 * size // 2 for size in sent.forward[1:]]
     assert sum(one.backward for one in found) == 4 * (sum(sent.backward) + sum(sent.reduced) - root) // 2
@@ -274,20 +283,35 @@ def rank_of_the_last_stage() -> Iterator[Callable[[str], ParallelMesh]]:
 def test_accounting_counts_the_bytes_of_a_stage_with_depths(
     rank_of_the_last_stage: Callable[[str], ParallelMesh], layout: str, mtp: MTPConfig, mode: Mode, policy: Recompute
 ) -> None:
-    """Of one micro-batch by itself, without a schedule. Depths may be all that a stage has."""
+    """Of two micro-batches as torch's schedules run them: units stay whole behind a backward and are reduced once.
+
+    Depths may be all that a stage has.
+    """
     mesh, model = rank_of_the_last_stage(layout), dataclasses.replace(MODEL, mtp=mtp)
     assert mesh.rank("pp") == 1
-    train, learning = TrainConfig(recompute=policy), StageConfig(mode=mode)
-    stage = apply(model, mesh, train).model
-    assert isinstance(stage, DecoderStage)
-    set_mode(stage, mode)
-    micro = MicroBatch(torch.arange(16), torch.arange(16), Layout.packed([9, 7]))
+    train = TrainConfig(recompute=policy, packs_per_step=4, packs_per_micro_batch=1)
+    whole = apply(model, mesh, train)
+    assert isinstance(whole.model, DecoderStage)
+    set_mode(whole.model, mode)
+    units = [module for module in whole.model.modules() if isinstance(module, DecoderLayer)]
+    layers = [sum(one.numel() for one in unit.parameters()) for unit in units]
+    micro, learning = MicroBatch(torch.arange(16), torch.arange(16), Layout.packed([9, 7])), StageConfig(mode=mode)
     task = Task(micro, learning_pass(learning, train, 16), learning, 16, with_mtp=True, rows=16)
+    assert whole.pipeline is not None
+    part = whole.pipeline._part(whole.model, 16, with_mtp=True, learns=True)
+    micro_batches = train.packs_per_step // mesh.size("dp_shard")
     with Sent() as sent:
-        loss = stage(torch.randn(16, model.hidden_size, requires_grad=True), task=task)
-        assert isinstance(loss, Tensor)
-        loss.backward()
-    counted_are_those_sent(sent, model, mesh.config, mode, policy, stage=1)
+        for number in range(1, micro_batches + 1):
+            received = torch.randn(16, model.hidden_size, requires_grad=True)
+            given = {"stage_output": whole.model(received, task=task), "output_grads": None, "input_values": [received]}
+            part.backward_maybe_with_nosync("full", given, last_backward=number == micro_batches)
+        part.perform_reduce_grad(1)
+    gathered = [size for size in sent.forward + sent.backward if size in layers]
+    root = 0 if mode == "warmup" else sent.reduced[0]
+    assert root not in layers
+    found = layers_traffic(model, mesh.config, mode, policy, stage=1)
+    counted = micro_batches * sum(one.forward + one.backward for one in found)
+    assert counted == pytest.approx(4 * (sum(gathered) + sum(sent.reduced) - root) // 2, rel=1e-3)
 
 
 WARM = {

@@ -1,7 +1,6 @@
 """One rank; losses of many are compared in tests/parallel/test_failures.py."""
 
 import gc
-import math
 import weakref
 from typing import Any
 
@@ -10,13 +9,14 @@ import pytest
 import torch
 
 from dsattn.config import DSAConfig, IndexerConfig, MLAConfig, ModelConfig, ParallelConfig, StageConfig, TrainConfig
+from dsattn.errors import InputError
 from dsattn.model.decoder import Decoder, DecoderOutput
 from dsattn.parallel.apply import Parallel
 from dsattn.parallel.mesh import ParallelMesh
 from dsattn.training import evaluation
 from dsattn.training.health import Survey
 from dsattn.training.metrics import held_out_loss, indexer_health
-from dsattn.training.packs import RawPack, finish
+from dsattn.training.packs import IGNORED_LABEL, Pack, RawPack, finish
 
 MODEL = ModelConfig(
     hidden_size=16,
@@ -45,7 +45,6 @@ def test_packs_that_are_shared_loss_have_the_same_loss(model: Decoder) -> None:
     whole = Parallel(model, ParallelMesh())
     loss = evaluation._shared_loss(whole, PACKS, StageConfig(mode="sparse"), TrainConfig())
     assert loss == pytest.approx(held_out_loss(model, PACKS, "sparse"), rel=1e-6)
-    assert math.isnan(evaluation._shared_loss(whole, [evaluation._empty(PACKS[0])], StageConfig(), TrainConfig()))
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
@@ -70,6 +69,14 @@ def test_nothing_of_a_pack_is_held_while_the_next_runs(model: Decoder, shared: b
         gc.enable()
     assert len(made) == 6
     assert held == [0, 0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_packs_without_a_label_are_refused(model: Decoder, ranks: int) -> None:
+    mesh = ParallelMesh(ParallelConfig(dp_shard=ranks))
+    empty = Pack(PACKS[0].tokens, torch.full_like(PACKS[0].labels, IGNORED_LABEL), PACKS[0].layout, 0)
+    with pytest.raises(InputError, match="packs: 2 of them hold no label"):
+        evaluation.evaluate(Parallel(model, mesh), [empty] * 2, StageConfig(mode="dense"), TrainConfig())
 
 
 def test_a_pack_of_padding_fills_up(model: Decoder) -> None:

@@ -23,6 +23,7 @@ from dsattn.config import (
     MLAConfig,
     ModelConfig,
     MoEConfig,
+    ParallelConfig,
     RunConfig,
     StageConfig,
     TrainConfig,
@@ -31,6 +32,7 @@ from dsattn.errors import CheckpointError, InputError, TrainingStopped
 from dsattn.training import checkpoint, consensus, loop
 from dsattn.training.loop import Trainer, load_run, train
 from dsattn.training.metrics import read_metrics
+from dsattn.training.step import Losses
 
 MODEL = ModelConfig(
     hidden_size=16,
@@ -227,6 +229,17 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_checkpoint(
             train(config, console=False)
     assert checkpoint.verify(tmp_path / "run/checkpoints/step-00000002")
     assert train(config, console=False)["finished"]
+
+
+def test_ranks_with_the_same_rows_stop_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where rows are split the losses are sums over the ranks, so that all see what is not finite, and none asks."""
+    fine, trainer = Losses(lm=1.0, kl={}, rows=1), SimpleNamespace(run_dir=tmp_path, progress=SimpleNamespace(step=0))
+    monkeypatch.setattr(consensus, "most", lambda values: [1])
+    trainer.config = SimpleNamespace(parallel=ParallelConfig(tp=2))
+    Trainer._check_finite(trainer, fine, 1.0)
+    trainer.config = SimpleNamespace(parallel=ParallelConfig(tp=2, sequence_parallel=False))
+    with pytest.raises(TrainingStopped, match="step 1: a number of another tensor-parallel rank is not finite"):
+        Trainer._check_finite(trainer, fine, 1.0)
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path, text: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:

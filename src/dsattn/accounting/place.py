@@ -115,6 +115,12 @@ def place(run: RunConfig, stage: int = 0) -> Place:
     return Place(config, parallel, chunks, tuple(layers), tuple(runs), keys // parallel.cp, keys, local)
 
 
+def micro_batches(run: RunConfig) -> int:
+    """Of a rank in one step."""
+    own = max(run.train.packs_per_step // run.parallel.batch_ranks, 1)
+    return max(own // run.train.packs_per_micro_batch, 1)
+
+
 def local_model(config: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
     """The model with one tp rank's heads and inner width, for counting its activations."""
     attention = config.attention

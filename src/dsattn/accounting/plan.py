@@ -15,8 +15,16 @@ from typing import Literal
 
 from dsattn.accounting.kept import FP32, Kept
 from dsattn.accounting.memory import all_copies, layer_parts_kept, refuse_uncounted, row_memory
-from dsattn.accounting.place import Place, Weights, learning, place
-from dsattn.accounting.scratch import attention_backward, indexer_loss, logits, loss_target, probabilities, selection
+from dsattn.accounting.place import Place, Weights, learning, micro_batches, place
+from dsattn.accounting.scratch import (
+    attention_backward,
+    dense_attention,
+    indexer_loss,
+    logits,
+    loss_target,
+    probabilities,
+    selection,
+)
 from dsattn.accounting.weights import owning_layers
 from dsattn.config import Mode, RunConfig
 
@@ -80,12 +88,6 @@ def layers_kept(here: Place, run: RunConfig, mode: Mode, *, fused_norms: bool = 
     ]
 
 
-def micro_batches(run: RunConfig) -> int:
-    """Of a rank in one step."""
-    own = max(run.train.packs_per_step // run.parallel.batch_ranks, 1)
-    return max(own // run.train.packs_per_micro_batch, 1)
-
-
 def _standing(here: Place, run: RunConfig, mode: Mode) -> dict[str, int]:
     layers = [here.weights(layer) for layer in here.layers]
     total = sum(layers, here.around())
@@ -93,8 +95,11 @@ def _standing(here: Place, run: RunConfig, mode: Mode) -> dict[str, int]:
     learns = sum((learning(one, mode) for one in layers), around)
     held, taught = _share(total, here), _share(learns, here)
     standing = {"parameters": FP32 * held, "gradients": FP32 * taught, "optimiser": 2 * FP32 * taught}
-    sharded = here.parallel.dp_shard * here.parallel.cp > 1 or _expert_shards(here) > 1
-    if sharded:
+    dense = here.parallel.dp_shard * here.parallel.cp
+    staged = dense * here.parallel.dp_replicate > 1 and here.parallel.pp > 1
+    if dense > 1 or _expert_shards(here) > 1 or staged:
+        if staged:  # scattered behind the step's last backward
+            standing["gradients, whole"] = FP32 * (_count(learns) - taught)
         return standing | {"gathered weights": _gathered(here, layers, run, mode)}
     owners = [owning_layers(run.model)[layer] for layer in here.layers]
     again, dtype = run.train.recompute, run.train.dtype
@@ -117,9 +122,12 @@ def _expert_shards(here: Place) -> int:
 def _gathered(here: Place, layers: list[Weights], run: RunConfig, mode: Mode) -> int:
     """A layer and the one fetched ahead, a layer's gradients as they are reduced in fp32; the root unit and its own.
 
-    In a warm-up the gradients of all layers wait for the end of the backward, which goes on into no layer before.
+    In a warm-up the gradients of all layers wait for the end of the backward, which goes on into no layer before. In a
+    pipeline a backward frees no unit, so that the whole stage stands.
     """
     size = 2 if run.train.dtype == "bfloat16" else FP32
+    if here.parallel.pp > 1 and mode != "warmup":
+        return size * (sum(map(_count, layers)) + here.around().whole)
     largest = max(map(_count, layers), default=0)
     taught = [_count(learning(one, mode)) for one in layers] or [0]
     waiting = sum(taught) if mode == "warmup" else max(taught)
@@ -135,35 +143,55 @@ def _moments(here: Place, kept: list[Kept], run: RunConfig, device: Device) -> d
     """What is alive beyond what every layer keeps, by moment and part; a part may be below zero: already given back."""
     rows, policy = here.rows, run.train.recompute
     moments: dict[str, dict[str, int]] = {}
+    behind = 0  # bytes a row of what later layers keep: not there yet in a forward, given back in a backward
+
+    def add(name: str, parts: dict[str, int]) -> None:
+        """Of layers with one name the fullest moment."""
+        parts = parts | ({"given back": parts.get("given back", 0) - rows * behind} if behind else {})
+        if name not in moments or sum(parts.values()) > sum(moments[name].values()):
+            moments[name] = parts
+
+    seen: set[Kept] = set()
     if any(chunk.head for chunk in here.chunks) and kept and kept[0].backbone_learns:
         moments["logits, backward"] = {"logits": logits(run.model.vocab_size, rows // here.stream_shards)}
-    for one in dict.fromkeys(reversed(kept)):
+    for one in reversed(kept):
         whole, own = sum(one.everything().values()), sum(layer_parts_kept(one, policy).values())
+        if one in seen:
+            behind += own
+            continue
+        seen.add(one)
         mlp, result = (sum(one.of_mlp().values()), one.result_norm()) if one.backbone_learns else (0, 0)
         again = {"none": 0, "full": whole - own, "selective": _attention_again(one)}[policy] - result
         name = _NAMES[one.layer.role].replace("layer", "depth" if one.layer.ahead else "layer")
         stream = 2 * FP32 * run.model.hidden_size // here.stream_shards
         if one.runs_again:
             scratch = max(attention_backward(one, here, device), indexer_loss(one, here, device))  # one after the other
-            moments[f"attention of {name}, backward"] = {
-                **_again(rows * (again - (mlp if policy != "selective" else 0))),
-                "gradients in flight": rows * (_gradients(one) + stream),
-                "scratch": scratch,
-            }
+            add(
+                f"attention of {name}, backward",
+                {
+                    **_again(rows * (again - (mlp if policy != "selective" else 0))),
+                    "gradients in flight": rows * (_gradients(one) + stream),
+                    "scratch": scratch,
+                },
+            )
         if one.backbone_learns:
             again = mlp - result if policy == "selective" else again
-            moments[f"MLP of {name}, backward"] = {
-                **_again(rows * again),
-                "gradients in flight": rows * (_mlp_gradients(one) + stream),
-            }
+            add(
+                f"MLP of {name}, backward",
+                {**_again(rows * again), "gradients in flight": rows * (_mlp_gradients(one) + stream)},
+            )
         left = probabilities(one, here, device) if policy == "none" else 0  # a replay repeats no loss
-        scratch = max(selection(one, here, device), left, loss_target(one, here, device))
+        scratch = max(
+            selection(one, here, device), left, loss_target(one, here, device), dense_attention(one, here, device)
+        )
         if one.backbone_learns:
             first = sum(one.of_attention().values()) if policy != "none" else -mlp - result
         else:
             q, k, v, out = one.core()
-            first = v + out + (0 if policy == "none" and one.has_loss else q + k)
-        moments[f"attention of {name}, forward"] = {**_again(rows * first), "scratch": scratch}
+            first = v + out + (0 if policy == "none" and one.has_loss else q + k) + stream
+            add(f"MLP of {name}, forward", {"run again": rows * (_mlp_forward(one) + stream)})
+        add(f"attention of {name}, forward", {**_again(rows * first), "scratch": scratch})
+        behind += own
     return moments or {"nothing": {}}
 
 
@@ -190,6 +218,15 @@ def _gradients(one: Kept) -> int:
     """Bytes a row of the gradients that attention's backward reads and makes."""
     total = sum(one.core()) if one.backbone_learns else 0
     return total + (one.index() if one.indexer_learns else 0)
+
+
+def _mlp_forward(one: Kept) -> int:
+    """Bytes a row of what a fixed MLP makes: gate, up, and their product."""
+    moe = one.config.moe
+    if not one.layer.experts or moe is None:
+        return 3 * one.itemsize * one.config.intermediate_size
+    a_slot = one.config.hidden_size + 4 * moe.intermediate_size
+    return one.itemsize * moe.experts_per_token * a_slot // one.shards
 
 
 def _mlp_gradients(one: Kept) -> int:

@@ -5,14 +5,16 @@ smaller, or less where the case is smaller; on a CPU the references work in bloc
 Letters: T rows, S keys, H heads, C key width, K kept keys, D indexer width.
 """
 
+import dataclasses
 from typing import Literal
 
 from dsattn.accounting.kept import FP32, Kept
 from dsattn.accounting.place import Place
 from dsattn.backends import current, scratch_bytes
-from dsattn.config import GQAConfig
+from dsattn.config import GQAConfig, MLAConfig
 
 CPU_BLOCK = 2**24  # `ops.blocks`
+CPU_RUN = 1024  # `ops.blocks`: keys met at once
 CPU_TILE_ROWS, CPU_SCORE = 128, 32  # `ops.indexer`, `ops.select`: rows scored at a time, bytes a score
 CPU_SORTED = 20  # bytes of a slot while slots are sorted by key
 HOPPER_WIDTHS, HOPPER_VALUE_WIDTH, HOPPER_HEADS = (512, 576), 512, 64  # its kernels of sparse MLA; heads of a block
@@ -109,12 +111,33 @@ def _triton_run(one: Kept, here: Place, width: int) -> int:
     return a_row * -(-here.rows // max(runs, 1))
 
 
+def dense_attention(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
+    """Of the forward over ranges: on a CPU keys and values of every head in fp32, and two tiles of logits."""
+    return 2 * CPU_BLOCK // 3 + _cpu_ranges(one, here) if device == "cpu" and not one.sparse else 0
+
+
+def _cpu_ranges(one: Kept, here: Place) -> int:
+    """Copies of all keys and values, head by head, in fp32: `ops.ranged`."""
+    _, keys, values, _ = dataclasses.replace(one, layer=one.layer._replace(own_keys=True)).core()
+    attention = one.config.attention
+    if isinstance(attention, MLAConfig):  # what stands beside values in kv_b_proj's output is not copied
+        values = values * attention.v_head_dim // (attention.qk_nope_head_dim + attention.v_head_dim)
+    return FP32 * here.rows * (keys + values) // one.itemsize
+
+
+def _cpu_run(one: Kept, here: Place) -> int:
+    """A run of every head's keys in fp32, as the target's product reads them."""
+    _, keys, _, _ = dataclasses.replace(one, layer=one.layer._replace(own_keys=True)).core()
+    return FP32 * min(here.keys, CPU_RUN) * keys // (one.itemsize * one.keys)
+
+
 def _cpu_attention(one: Kept, here: Place) -> int:
-    """Gathered keys thrice, logits thrice, of a block of rows; or tiles of logits."""
+    """Gathered keys thrice, logits thrice, of a block of rows; or copies of keys, tiles, and sums wider than keys."""
     attention, rows = one.config.attention, here.rows
     heads = attention.heads
     if not one.sparse:
-        return CPU_BLOCK
+        copies = _cpu_ranges(one, here)
+        return 2 * CPU_BLOCK // 3 + copies + copies * (FP32 - one.itemsize) // FP32
     width = attention.head_dim * 2 if isinstance(attention, GQAConfig) else attention.latent_width
     slots = max(1, min(one.config.dsa.indexer.top_k, here.keys))
     block = min(rows, max(1, CPU_BLOCK // (2 * FP32 * slots * (width + 3 * heads))))
@@ -123,8 +146,10 @@ def _cpu_attention(one: Kept, here: Place) -> int:
 
 def loss_target(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
     """The target of a block of rows, in the forward of the indexer's loss; over ranges its scores, too."""
-    if not one.has_loss or device == "cpu":
+    if not one.has_loss:
         return 0
+    if device == "cpu":
+        return 0 if one.sparse else CPU_BLOCK + _cpu_run(one, here)
     column = FP32 * (here.rows // here.indexer_shards)
     if one.sparse:
         return min(scratch_bytes(TARGET), column * one.config.dsa.indexer.top_k)
@@ -137,7 +162,7 @@ def indexer_loss(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
         return 0
     indexer, rows = one.config.dsa.indexer, here.rows // here.indexer_shards
     if device == "cpu":
-        return 0 if one.sparse else CPU_BLOCK
+        return loss_target(one, here, device)
     sums = FP32 * here.keys * indexer.head_dim
     if not one.sparse:
         return sums + loss_target(one, here, device)

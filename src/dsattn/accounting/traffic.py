@@ -7,7 +7,7 @@ recompute replay gathers again. Only what grows with rows, keys or weights is co
 from typing import NamedTuple
 
 from dsattn.accounting.kept import FP32, Kept
-from dsattn.accounting.place import Place, Weights, learning
+from dsattn.accounting.place import Place, Weights, learning, micro_batches
 from dsattn.config import GQAConfig, Mode, RunConfig
 
 
@@ -113,9 +113,12 @@ def _weights(here: Place, number: int, kept: Kept, run: RunConfig) -> list[Colle
 
     A fixed backbone is gathered again only to run again, and then up to the indexer's loss: without experts. A layer
     that depths repeat is gathered for each of them; its gradients wait for the last and are scattered once.
+    In a pipeline a backward frees no unit, and the next forward finds it whole: of a step's n micro-batches each
+    gathers once, the last backward once more, and gradients are scattered once. The mean of a micro-batch.
     """
     parallel, weights = here.parallel, here.weights(here.owner(number))
-    learns = learning(weights, kept.mode) if number < len(here.layers) else Weights()
+    first = number < len(here.layers)
+    learns = learning(weights, kept.mode) if first else Weights()
     replayed = kept.runs_again and run.train.recompute != "none"
     size = 2 if run.train.dtype == "bfloat16" else FP32
     dense = parallel.dp_shard * parallel.cp
@@ -124,13 +127,21 @@ def _weights(here: Place, number: int, kept: Kept, run: RunConfig) -> list[Colle
         parts.append(("efsdp", weights.experts, learns.experts, dense * parallel.tp // parallel.ep))
     else:
         parts[0] = ("fsdp", parts[0][1] + weights.experts, parts[0][2] + learns.experts, dense)
+    steps = micro_batches(run) if parallel.pp > 1 else 1
+
+    def again(group: str) -> float:
+        """How often for the backward."""
+        if kept.backbone_learns:
+            return first / steps if parallel.pp > 1 else 1
+        return replayed and group == "fsdp"
+
     return [
         Collective(
             "weights" if group == "fsdp" else "weights of experts",
             group,
             "all-gather, reduce-scatter",
             _received(size * held, ranks),
-            _received(size * held * (kept.backbone_learns or (replayed and group == "fsdp")) + FP32 * taught, ranks),
+            round(_received(size * held, ranks) * again(group)) + _received(FP32 * taught, ranks) // steps,
         )
         for group, held, taught, ranks in parts
     ]

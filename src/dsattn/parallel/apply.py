@@ -74,8 +74,11 @@ class Stages(nn.Module):
 
     @property
     def copies(self) -> frozenset[str]:
-        """See `DecoderStage.copies`."""
-        return frozenset[str]().union(*(stage.copies for stage in self.stages))  # pyright: ignore[reportArgumentType]
+        """See `DecoderStage.copies`; none where a stage here has the one that counts."""
+        stages = [stage for stage in self.stages if isinstance(stage, DecoderStage)]
+        copies = frozenset[str]().union(*(stage.copies for stage in stages))
+        counted = {name for stage in stages for name, _ in stage.named_parameters() if name not in stage.copies}
+        return copies - counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,8 +126,9 @@ class Parallel:
         return self.of_all_stages([sum(one.numel() for _, one in self.named_parameters())])[0]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each on one pipeline rank."""
-        yield from ((name, one) for name, one in self.model.named_parameters() if name not in self.copies)
+        """Each on one pipeline rank, once."""
+        copies = self.copies
+        yield from {name: one for name, one in self.model.named_parameters() if name not in copies}.items()
 
     def of_all_stages(self, counts: Sequence[int]) -> list[int]:
         """Sums over the pipeline ranks. Collective."""

@@ -21,7 +21,8 @@ def clip(
     leaves NaN behind. Collective; waits for the device.
     """
     gradients = [(name, one.grad) for name, one in parameters if one.grad is not None]
-    total = _squares([gradient for name, gradient in gradients if name not in copies], mesh).sqrt()
+    counted = {name: gradient for name, gradient in gradients if name not in copies}  # copies here have one name
+    total = _squares(counted.values(), mesh).sqrt()
     scale = (most / (total + 1e-6)).clamp(max=1.0)
     for _, gradient in gradients:
         local(gradient).mul_(scale)

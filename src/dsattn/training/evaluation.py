@@ -1,7 +1,6 @@
 """Held-out loss and indexer health, on one rank or many."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +19,7 @@ from dsattn.parallel.fsdp import reshard
 from dsattn.parallel.mesh import ParallelMesh
 from dsattn.training.health import Health, Survey, indexer_health
 from dsattn.training.loader import micro_batches, to_device
-from dsattn.training.metrics import held_out_loss, summed_loss
+from dsattn.training.metrics import count_labels, held_out_loss, summed_loss
 from dsattn.training.observed import counted_rows, evaluating
 from dsattn.training.packs import IGNORED_LABEL, Pack
 from dsattn.training.step import compute
@@ -47,13 +46,13 @@ def evaluate(
 
 def _shared_loss(whole: Parallel, packs: Sequence[Pack], stage: StageConfig, train: TrainConfig) -> float:
     """As `held_out_loss`."""
-    labels, mesh = sum(pack.num_labels for pack in packs), whole.mesh
+    labels, mesh = count_labels(packs), whole.mesh
     run = Pass(mode=stage.mode, with_kl=False, with_mtp=False, ranks=whole.ranks)
     total = _forward(whole, _dealt(packs, whole), run, train)
     for group in (mesh.group("loss"), mesh.group("tp") if mesh.config.sequence_parallel else None):
         if group is not None:
             dist.all_reduce(total, group=group)
-    return total.item() / labels if labels else math.nan
+    return total.item() / labels
 
 
 def _shared_health(whole: Parallel, packs: Sequence[Pack], train: TrainConfig) -> Health:

@@ -193,6 +193,10 @@ class Trainer:
         values |= {} if losses.balance is None else {"the experts' balance loss": losses.balance}
         values |= {f"the KL of layer {layer}": value for layer, value in losses.kl.items()}
         wrong = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+        parallel = self.config.parallel
+        # Ranks of tp with the same rows make their losses each: the others do not see what went wrong on one.
+        if parallel.tp > 1 and not parallel.sequence_parallel and consensus.most([bool(wrong)])[0] and not wrong:
+            wrong = ["a number of another tensor-parallel rank is not finite"]
         if wrong:
             raise TrainingStopped(
                 f"step {self.progress.step + 1}: {', '.join(wrong)}. That step changed no weight; the last good "

@@ -44,9 +44,7 @@ def held_out_loss(model: Decoder, packs: Sequence[Pack], mode: Mode) -> float:
 
     Modes of the model's modules are put back. Raises InputError where the packs hold no label.
     """
-    labels = sum(pack.num_labels for pack in packs)
-    if not labels:
-        raise InputError(f"packs: {len(packs)} of them hold no label; give documents of two tokens or more")
+    labels = count_labels(packs)
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad(), evaluating(model):
@@ -54,6 +52,14 @@ def held_out_loss(model: Decoder, packs: Sequence[Pack], mode: Mode) -> float:
             pack = pack.to(device)
             total += summed_loss(model, pack.tokens, pack.labels, pack.layout, Pass(mode=mode, with_kl=False))
     return total.item() / labels
+
+
+def count_labels(packs: Sequence[Pack]) -> int:
+    """Labels of all packs. Raises InputError where there is none."""
+    labels = sum(pack.num_labels for pack in packs)
+    if not labels:
+        raise InputError(f"packs: {len(packs)} of them hold no label; give documents of two tokens or more")
+    return labels
 
 
 def summed_loss(model: Decoder, tokens: Tensor, labels: Tensor, layout: Layout, run: Pass) -> Tensor:

@@ -151,6 +151,7 @@ def init_weights(model: nn.Module, train: TrainConfig) -> None:
         own = tuple(re.sub(r"^stages\.\d+\.", "", name) + "." for name in own)
         state = {name: value for name, value in state.items() if not name.startswith(own)}
     checkpoint.load(newest, {"model": state}, partial=True)
+    model.load_state_dict(state, strict=False)  # of two stages with copies of a weight, the one that was not filled
 
 
 def _needed(path: Path, name: str) -> Path:
