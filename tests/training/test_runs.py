@@ -14,13 +14,17 @@ from dsattn.config import (
     IndexerConfig,
     MLAConfig,
     ModelConfig,
+    MTPConfig,
+    ParallelConfig,
     RunConfig,
     StageConfig,
     TrainConfig,
 )
 from dsattn.errors import CheckpointError, InputError
 from dsattn.model.decoder import Decoder
-from dsattn.training import checkpoint
+from dsattn.model.stage import DecoderStage, cut
+from dsattn.parallel.apply import Stages
+from dsattn.training import checkpoint, state
 from dsattn.training.recipes import RECIPES
 from dsattn.training.runs import (
     begin_from,
@@ -183,6 +187,52 @@ def test_weights_arrive_one_at_a_time(tmp_path: Path, peak_bytes: Callable[[Call
     sizes = [one.nbytes for one in source.parameters()]
     assert peak <= 2 * max(sizes) < sum(sizes) / 4, (peak, max(sizes), sum(sizes))
     assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
+
+
+@pytest.fixture
+def copies() -> Callable[[int], Stages]:
+    """Seed -> two stages of one rank, of a pipeline's four; both hold the embedding."""
+    model = dataclasses.replace(MODEL, num_layers=4, mtp=MTPConfig(depths=2))
+    layout = ParallelConfig(pp=2, vpp=2, schedule="Interleaved1F1B", pipeline_layout="Et|tt|tm|mL").chunks(4, 2)
+
+    def make(seed: int) -> Stages:
+        torch.manual_seed(seed)
+        return Stages([DecoderStage(model, chunk) for chunk in cut(model, layout)[::2]])
+
+    return make
+
+
+def test_both_copies_of_an_embedding_are_filled(tmp_path: Path, copies: Callable[[int], Stages]) -> None:
+    source, target = copies(0), copies(1)
+    config = dataclasses.replace(_config(tmp_path / "a"), model=source.config)
+    meta = {"config": dataclasses.asdict(config), "stage": 0, "indexer_steps": 0, "recipe": None}
+    checkpoint.save(tmp_path / "a", 3, {"model": source.state_dict(), "progress": {"step": 3}}, keep=2, meta=meta)
+    init_weights(target, _config(tmp_path / "b", init_from=str(tmp_path / "a")).train)
+    wanted = source.state_dict()
+    found = list(target.named_parameters())
+    assert len(found) == len(wanted) + 1
+    assert all(torch.equal(value, wanted[name]) for name, value in found)
+
+
+def test_both_copies_of_an_embedding_have_a_state_of_their_own(tmp_path: Path, copies: Callable[[int], Stages]) -> None:
+    """Else each step would move one state twice."""
+    model = copies(0)
+    model.load_state_dict(model.state_dict())
+
+    def step(model: Stages, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    path = checkpoint.save(tmp_path, 1, state.capture(model, optimizer), keep=1)
+    resumed = copies(1)
+    fresh = torch.optim.AdamW(resumed.parameters(), lr=0.1)
+    state.restore(path, resumed, fresh)
+    for pair in ((model, optimizer), (resumed, fresh)):
+        step(*pair)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
 
 
 def test_write_json_leaves_no_half_file(tmp_path: Path) -> None:

@@ -188,10 +188,7 @@ class Trainer:
         return losses, {"grad_norm": grad_norm, "flops": model_work(self.config.model, lengths, stage.mode).flops}
 
     def _check_finite(self, losses: Losses, grad_norm: float) -> None:
-        values = {"the language-model loss": losses.lm, "the gradient's norm": grad_norm}
-        values |= {f"the loss of MTP depth {depth}": value for depth, value in enumerate(losses.mtp, 1)}
-        values |= {} if losses.balance is None else {"the experts' balance loss": losses.balance}
-        values |= {f"the KL of layer {layer}": value for layer, value in losses.kl.items()}
+        values = losses.named() | {"the gradient's norm": grad_norm}
         wrong = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
         parallel = self.config.parallel
         # Ranks of tp with the same rows make their losses each: the others do not see what went wrong on one.

@@ -19,6 +19,7 @@ from dsattn.config import RunConfig, TrainConfig
 from dsattn.errors import CheckpointError, InputError
 from dsattn.model.decoder import Decoder
 from dsattn.nn import LightningIndexer
+from dsattn.parallel.apply import Stages
 from dsattn.training import checkpoint
 from dsattn.training.folders import step_of
 
@@ -151,7 +152,8 @@ def init_weights(model: nn.Module, train: TrainConfig) -> None:
         own = tuple(re.sub(r"^stages\.\d+\.", "", name) + "." for name in own)
         state = {name: value for name, value in state.items() if not name.startswith(own)}
     checkpoint.load(newest, {"model": state}, partial=True)
-    model.load_state_dict(state, strict=False)  # of two stages with copies of a weight, the one that was not filled
+    if isinstance(model, Stages):  # of two with copies of a weight, only one is filled
+        model.load_state_dict(state, strict=False)
 
 
 def _needed(path: Path, name: str) -> Path:

@@ -64,14 +64,16 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer, rest: dict[str, 
         for index, group in enumerate(optimizer.state_dict()["param_groups"])
     ]
     saved = state.get(_STATE, {})
-    by_number = {number: _own(saved[name]) for number, name in enumerate(names) if name in saved}
+    by_number: dict[int, dict[str, Any]] = {}
+    for number, name in enumerate(names):
+        if name in saved:  # a second copy, of another stage of this rank, needs tensors of its own
+            by_number[number] = _copy(saved[name]) if name in names[:number] else saved[name]
     model.load_state_dict(state["model"])
     optimizer.load_state_dict({"state": by_number, "param_groups": groups})
     return {key: state[key] for key in rest or {}}
 
 
-def _own(state: dict[str, Any]) -> dict[str, Any]:
-    """Tensors of its own: two stages of one rank may hold copies of a parameter, whose state has one name."""
+def _copy(state: dict[str, Any]) -> dict[str, Any]:
     return {field: value.clone() if isinstance(value, Tensor) else value for field, value in state.items()}
 
 

@@ -48,6 +48,13 @@ class Losses:
         mean = sum(self.pairs) / len(self.pairs)
         return max(self.pairs) / mean - 1 if mean else 0.0
 
+    def named(self) -> dict[str, float]:
+        """Each loss, by what it is called in a message."""
+        values = {"the language-model loss": self.lm}
+        values |= {f"the loss of MTP depth {depth}": value for depth, value in enumerate(self.mtp, 1)}
+        values |= {} if self.balance is None else {"the experts' balance loss": self.balance}
+        return values | {f"the KL of layer {layer}": value for layer, value in self.kl.items()}
+
     @property
     def kl_mean(self) -> float | None:
         """Mean over the layers whose indexer learned."""
