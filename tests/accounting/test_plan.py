@@ -35,7 +35,7 @@ from dsattn.model import Decoder
 from dsattn.nn.linear import local
 from dsattn.parallel.apply import apply
 from dsattn.parallel.gloo import one_thread_a_group
-from dsattn.parallel.mesh import build_mesh
+from dsattn.parallel.mesh import build_mesh, coordinates
 from dsattn.training.data import Pack
 from dsattn.training.recipes import RECIPES
 from dsattn.training.stages import make_optimizer, set_mode
@@ -56,6 +56,8 @@ MODELS = {
     "mtp": dataclasses.replace(WIDE, mtp=MTPConfig(depths=2)),
     "repeated": dataclasses.replace(WIDE, mtp=MTPConfig(depths=2, repeated=True)),
     "shared": dataclasses.replace(WIDE, dsa=dataclasses.replace(WIDE.dsa, share_every=2, deterministic=True)),
+    "heads": dataclasses.replace(WIDE, attention=dataclasses.replace(TINY.model.attention, heads=32)),
+    "deep": dataclasses.replace(TINY.model, hidden_size=256, intermediate_size=2048, num_layers=8),
 }
 PEAKS = [
     ("mla", "dense", "none", "float32"),
@@ -67,6 +69,8 @@ PEAKS = [
     ("mla", "sparse", "selective", "float32"),
     ("mla", "frozen", "full", "float32"),
     ("gqa", "sparse", "none", "float32"),
+    ("heads", "warmup", "none", "float32"),
+    ("heads", "warmup", "full", "bfloat16"),
     ("experts", "sparse", "full", "float32"),
     ("mtp", "dense", "none", "float32"),
     ("mtp", "sparse", "full", "float32"),
@@ -145,51 +149,69 @@ MESHES = {
     "cp": ("mla", "sparse", "none", "bfloat16", {"cp": 2}),
     "cp, again": ("mla", "sparse", "full", "float32", {"cp": 2}),
     "cp, warm-up, again": ("mla", "warmup", "full", "bfloat16", {"cp": 2}),
+    "pp, shards": ("deep", "sparse", "full", "float32", {"pp": 2, "dp_shard": 2}),
+    "pp, replicas": ("deep", "sparse", "full", "bfloat16", {"pp": 2, "dp_replicate": 2}),
 }
+SIZES = {2: (1536, 1), 4: (256, 8)}  # by number of ranks: tokens of a pack, packs of a step
 
 
 @one_thread_a_group()
-def on_two_ranks(rank: int, folder: Path) -> None:
-    """Write (bytes that stand, bytes at the peak) of this rank, by mesh."""
+def on_ranks(rank: int, world: int, folder: Path) -> None:
+    """Write (bytes of parameters and gradients, bytes at the peak of a step) of this rank, by mesh."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     seen = {}
-    for name in MESHES:
+    for name in meshes_of(world):
         run, mode = on_mesh(name)
         torch.manual_seed(0)
         whole = apply(run.model, build_mesh(run.parallel, "cpu"), run.train)
         set_mode(whole.model, mode)
-        packs, stage = [pack_of(run.data.pack_tokens)], StageConfig(mode=mode)
+        packs, stage = [pack_of(run.data.pack_tokens)] * run.train.packs_per_step, StageConfig(mode=mode)
         accumulate_gradients(whole, packs, stage, run.train)
         held = [local(x) for p in whole.model.parameters() for x in (p, p.grad) if x is not None]
-        standing = sum(x.nbytes for x in held)
-        seen[name] = standing, standing + peak_on_cpu(lambda: accumulate_gradients(whole, packs, stage, run.train))  # noqa: B023
+        standing = beside = sum(x.nbytes for x in held)
+        if run.parallel.pp > 1 or run.parallel.tp > 1:  # these set old gradients aside, and hold them beside new ones
+            whole.model.zero_grad()
+            beside = sum(local(p).nbytes for p in whole.model.parameters())
+        del held
+        seen[name] = standing, beside + peak_on_cpu(lambda: accumulate_gradients(whole, packs, stage, run.train))  # noqa: B023
     (folder / f"{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
 
 
+def meshes_of(world: int) -> list[str]:
+    return [name for name, (*_, parallel) in MESHES.items() if ParallelConfig(**parallel).world_size == world]
+
+
 def on_mesh(name: str) -> tuple[RunConfig, Mode]:
-    model, mode, policy, dtype, parallel = MESHES[name]
-    return dataclasses.replace(run_of(model, policy, dtype, 1536), parallel=ParallelConfig(**parallel)), mode
+    model, mode, policy, dtype, degrees = MESHES[name]
+    parallel = ParallelConfig(**degrees)
+    tokens, packs = SIZES[parallel.world_size]
+    run = run_of(model, policy, dtype, tokens)
+    train = dataclasses.replace(run.train, packs_per_step=packs, packs_per_micro_batch=1)
+    return dataclasses.replace(run, parallel=parallel, train=train), mode
 
 
 @pytest.mark.slow
-def test_peaks_of_two_ranks_are_those_measured(tmp_path):
-    command = [sys.executable, __file__, str(tmp_path)]
+@pytest.mark.parametrize("world", SIZES)
+def test_peaks_of_several_ranks_are_those_measured(tmp_path, world):
+    command = [sys.executable, __file__, str(world), str(tmp_path)]
     ranks = [
         subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(2)
+        for rank in range(world)
     ]
     try:
         said = [rank.communicate(timeout=120)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
-    for rank in range(2):
-        for name, (standing, peak) in json.loads((tmp_path / f"{rank}.json").read_text()).items():
+    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(said)
+    for rank in range(world):
+        seen = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert list(seen) == meshes_of(world)
+        for name, (standing, peak) in seen.items():
             run, mode = on_mesh(name)
-            plan = accounting.memory_plan(run, mode, device="cpu")
+            plan = accounting.memory_plan(run, mode, stage=coordinates(run.parallel, rank)["pp"], device="cpu")
             assert standing == pytest.approx(plan.standing["parameters"] + plan.standing["gradients"], rel=1e-3), name
             assert plan.peak - plan.standing["optimiser"] == pytest.approx(peak, rel=0.1), (name, plan)
 
@@ -382,4 +404,4 @@ def test_what_cannot_be_planned_is_refused():
 
 
 if __name__ == "__main__":
-    on_two_ranks(int(sys.argv[2]), Path(sys.argv[1]))
+    on_ranks(int(sys.argv[3]), int(sys.argv[1]), Path(sys.argv[2]))
