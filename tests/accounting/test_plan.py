@@ -382,10 +382,7 @@ def test_depths_plan_what_joins_them_and_repeated_weights_once():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("data", ["dp_shard", "dp_replicate"])
 def test_a_stage_under_fsdp2_stays_whole_until_its_step_ends(data, dtype):
-    """Torch's schedules free no unit behind a backward, and reduce behind the last one (tests/parallel/test_fsdp.py).
-
-    Peaks so planned were 0.89 to 1.05 of those that four processes measured, which differ from run to run.
-    """
+    """Torch's schedules free no unit behind a backward and reduce behind the last one: tests/parallel/test_fsdp.py."""
     run = of(pp=2, **{data: 2})
     run = dataclasses.replace(run, train=dataclasses.replace(run.train, dtype=dtype))
     plan = accounting.memory_plan(run, "sparse").standing

@@ -32,8 +32,8 @@ def test_each_rank_says_what_it_holds():
     lines = ranks.holdings(run_of(pp=2, vpp=2, schedule="Interleaved1F1B", tp=2, cp=2)).splitlines()[1:]
     assert len(lines) == 8
     first, last = (" ".join(lines[at].split()) for at in (0, 7))
-    assert first == "0 pp=0 cp=0 tp=0 0E 2 0-4 10-13 0-7 - 8,192 of 32,768, chunks 0 and 3 of 4 0 of 1"
-    assert last == "7 pp=1 cp=1 tp=1 1 3L 5-9 14-17 8-15 - 8,192 of 32,768, chunks 1 and 2 of 4 0 of 1"
+    assert first == "0 pp=0 cp=0 tp=0 0E 2 0-4 10-13 0-7 - 8,192 of 32,768, 2 of 4 chunks of each document 0 of 1"
+    assert last == "7 pp=1 cp=1 tp=1 1 3L 5-9 14-17 8-15 - 8,192 of 32,768, 2 of 4 chunks of each document 0 of 1"
 
 
 def test_experts_and_packs_are_named():

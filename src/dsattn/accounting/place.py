@@ -6,6 +6,7 @@ on every tp rank.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsattn.accounting.weights import (
@@ -107,12 +108,19 @@ def place(run: RunConfig, stage: int = 0) -> Place:
         runs += [ahead[depth] for depth in chunk.depths]
         own = [config.num_layers + (0 if config.mtp.repeated else depth) for depth in chunk.depths]
         layers += dict.fromkeys(own)
-    keys = run.data.pack_tokens * run.train.packs_per_micro_batch
-    if parallel.cp > 1:
-        keys = -(-keys // (2 * parallel.cp)) * 2 * parallel.cp
-    keys = -(-keys // (parallel.cp * parallel.tp)) * parallel.cp * parallel.tp
+    _, keys = padded_rows([run.data.pack_tokens * run.train.packs_per_micro_batch], parallel.cp, parallel.tp)
     local = local_model(config, parallel)
     return Place(config, parallel, chunks, tuple(layers), tuple(runs), keys // parallel.cp, keys, local)
+
+
+def padded_rows(lengths: Sequence[int], cp: int, tp: int) -> tuple[list[int], int]:
+    """(rows of each document, rows of all) of a micro-batch whose documents `cp` ranks share, each with `tp` ranks."""
+    slots = [_up(length, 2 * cp) if cp > 1 else length for length in lengths]
+    return slots, max(_up(sum(slots), cp * tp), cp * tp)
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def micro_batches(run: RunConfig) -> int:

@@ -67,7 +67,7 @@ def _holding(run: RunConfig, rank: int) -> list[str]:
     experts = "-" if not here.experts else _span(here.experts * at["ep"], here.experts)
     rows = f"{here.rows // here.stream_shards:,} of {here.keys:,}"
     if parallel.cp > 1:
-        rows += f", chunks {at['cp']} and {2 * parallel.cp - 1 - at['cp']} of {2 * parallel.cp}"
+        rows += f", 2 of {2 * parallel.cp} chunks of each document"
     packs = f"{at['batch']} of {parallel.batch_ranks}"
     stages = " ".join(f"{chunk.number}{'E' * chunk.embeds}{'L' * chunk.head}" for chunk in here.chunks)
     place_of = " ".join(f"{name}={at[name]}" for name in named)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dsattn.accounting import visible_pairs
+from dsattn.accounting.place import padded_rows
 from dsattn.errors import InputError
 from dsattn.keys import Layout
 from dsattn.model.mtp import look_ahead
@@ -102,7 +103,7 @@ def place(
     size = mesh.size("cp") // len(hands)
     mine = [documents[index] for index in hands[mesh.rank("cp") // size]]
     lengths = [len(tokens) for tokens, _ in mine]
-    slots, total = _padded(lengths, size, tp)
+    slots, total = padded_rows(lengths, size, tp)
     whole = Layout.packed(lengths, padded=slots, total=total)
     tokens, labels = torch.zeros(total, dtype=torch.int64), torch.full((total,), IGNORED_LABEL)
     if mine:
@@ -127,10 +128,10 @@ def spread(lengths: Sequence[int], cp: int, tp: int, sizes: Sequence[int]) -> li
     rows than if all of cp shared every document, and none more than `SKEW` times the mean of visible pairs: small
     groups pad and gather less, and one that holds a long document alone would keep the others waiting.
     """
-    most = _padded(lengths, cp, tp)[1] // cp
+    most = padded_rows(lengths, cp, tp)[1] // cp
     for size in sizes[:-1]:
         hands, loads = _dealt(lengths, cp // size)
-        rows = max(_padded([lengths[index] for index in hand], size, tp)[1] // size for hand in hands)
+        rows = max(padded_rows([lengths[index] for index in hand], size, tp)[1] // size for hand in hands)
         if rows <= most and max(loads) * len(loads) <= SKEW * sum(loads):
             return hands
     return [list(range(len(lengths)))]
@@ -145,12 +146,6 @@ def _dealt(lengths: Sequence[int], groups: int) -> tuple[list[list[int]], list[i
         hands[group].append(index)
         loads[group] += visible_pairs([lengths[index]])
     return [sorted(hand) for hand in hands], loads
-
-
-def _padded(lengths: Sequence[int], size: int, tp: int) -> tuple[list[int], int]:
-    """(rows of each document, rows of all) where `size` cp ranks share them."""
-    slots = [_up(length, 2 * size) if size > 1 else length for length in lengths]
-    return slots, max(_up(sum(slots), size * tp), size * tp)
 
 
 def _documents(packs: Sequence[Pack]) -> list[tuple[Tensor, Tensor]]:
@@ -171,7 +166,3 @@ def to_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
 
 def _whole(pack: Pack) -> MicroBatch:
     return MicroBatch(pack.tokens, pack.labels, pack.layout)
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
