@@ -5,18 +5,20 @@ import torch
 
 from dsattn import accounting, settings
 from dsattn.accounting import scratch
-from dsattn.config import DataConfig
+from dsattn.config import DataConfig, ParallelConfig
 from dsattn.training.recipes import RECIPES
 
 GIB = 2**30
 
 
-def kept_of(tokens: int, mode: str = "sparse", deterministic: bool | None = None):
+def kept_of(tokens: int, mode: str = "sparse", deterministic: bool | None = None, **parallel: int):
     """(place, memory of a layer) of `small`."""
     run = RECIPES["small"]()
     dsa = dataclasses.replace(run.model.dsa, deterministic=deterministic)
     model = dataclasses.replace(run.model, dsa=dsa)
-    run = dataclasses.replace(run, model=model, data=DataConfig(pack_tokens=tokens))
+    run = dataclasses.replace(
+        run, model=model, data=DataConfig(pack_tokens=tokens), parallel=ParallelConfig(**parallel)
+    )
     here = accounting.place(run)
     return here, accounting.layers_kept(here, run, mode)[0]
 
@@ -79,6 +81,22 @@ def test_the_loss_takes_a_target():
         assert one(*reversed(kept_of(8192, "frozen")), "cuda") == 0
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_ranks_that_sum_a_target_hold_their_parts_and_the_sum(tp):
+    """Of my rows every rank's part; of all rows, where the indexer is whole, one. And of a selection my rows."""
+    mine, all_rows = 4 * 8192 // tp * 2048, 4 * 8192 * 2048
+    one, here = reversed(kept_of(8192, tp=tp))
+    assert scratch.loss_target(one, here, "cuda") == (tp + 1) * mine + mine
+    assert scratch.indexer_loss(one, here, "cuda") == 4 * 8192 * 64 + mine
+    whole = reversed(kept_of(8192, tp=tp, split_indexer_rows=False))
+    assert scratch.loss_target(*whole, "cuda") == 2 * all_rows
+    warm = reversed(kept_of(1024, "warmup", tp=tp))
+    assert scratch.loss_target(*warm, "cuda") == (1 + tp + 1) * 4 * 1024 // tp * 1024
+    assert scratch.loss_target(*reversed(kept_of(2**17, "warmup", tp=tp)), "cuda") == GIB // 4
+    with settings(scratch_bytes=2**20):
+        assert scratch.loss_target(one, here, "cuda") == 2**20 + mine
+
+
 def test_fp32_contributions_are_counted():
     """Twice the bytes of bf16 where they fit the budget, which stays."""
     sums, here_one = 4 * 100 * 576, kept_of(100, deterministic=True)
@@ -118,7 +136,7 @@ def test_probabilities_are_those_of_a_run(tokens, allowed):
     here, one = kept_of(tokens)
     with settings(scratch_bytes=allowed):
         rows = rows_of_run(tokens, 16, 2048)
-        assert scratch.probabilities(one, here, "cuda") == rows * 2048 * 64 * (2 + 4 / 64)
+        assert scratch.probabilities(one, here, "cuda") == rows * 2048 * 64 * (2 + 4 / 64) + 4 * tokens * 2048
     assert scratch.probabilities(one, here, "cpu") == 0
     assert scratch.probabilities(*reversed(kept_of(tokens, deterministic=True)), "cuda") == 0
     assert scratch.probabilities(dataclasses.replace(one, itemsize=4), here, "cuda") == 0

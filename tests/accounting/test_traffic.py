@@ -11,14 +11,23 @@ MOE = MoEConfig(experts=8, experts_per_token=2, intermediate_size=128, first_den
 
 
 def traffic(
-    layer: int = 1, mode: str = "sparse", recompute: str = "none", share_every: int = 1, **parallel: int
+    layer: int = 1,
+    mode: str = "sparse",
+    recompute: str = "none",
+    share_every: int = 1,
+    reuse: bool = True,
+    **parallel: int,
 ) -> dict[str, tuple]:
     """Name -> (group, forward, backward) of a layer of TINY with experts, over 1024 tokens in bfloat16."""
     config = ParallelConfig(**parallel)
     train = dataclasses.replace(
-        TINY.train, dtype="bfloat16", recompute=recompute, packs_per_step=config.batch_ranks * config.pp
+        TINY.train,
+        dtype="bfloat16",
+        recompute=recompute,
+        recompute_reuse_selection=reuse,
+        packs_per_step=config.batch_ranks * config.pp,
     )
-    dsa = dataclasses.replace(TINY.model.dsa, share_every=share_every)
+    dsa = dataclasses.replace(TINY.model.dsa, share_every=share_every, deterministic=not reuse or None)
     model = dataclasses.replace(TINY.model, moe=MOE, dsa=dsa)
     run = RunConfig(model=model, train=train, data=DataConfig(pack_tokens=1024), parallel=config)
     here = accounting.place(run)
@@ -52,12 +61,28 @@ def test_tensor_parallel_gathers_rows_or_sums_them():
     assert found["into the heads"] == ("tp", 2 * 64 * 512, 2 * 64 * 512)
     assert found["out of the heads"] == found["into the MLP"] == ("tp", 2 * 128 * 512, 2 * 128 * 512)
     assert found["selected indices"] == ("tp", 4 * 65 * 512, 0)
+    assert traffic(layer=0, tp=2, recompute="full")["selected indices"] == ("tp", 4 * 65 * 512, 0), "a replay has them"
     assert found["latents or keys"][0] == "cp x tp"
     assert "into the MLP" not in traffic(layer=1, tp=2), "experts work on their own rows"
     whole = traffic(layer=0, tp=2, sequence_parallel=False, split_indexer_rows=False)
     assert whole["out of the heads"] == ("tp", 2 * 2 * 128 * 512, 0)
     assert whole["into the heads"] == ("tp", 0, 2 * 2 * 64 * 512)
     assert "latents or keys" not in whole
+
+
+def test_the_target_goes_from_heads_to_rows_or_to_all_of_them():
+    """K 64; half of 1024 rows, or twice that. Over all keys, and then for the backward, too."""
+    assert traffic(tp=2)["target of the loss"] == ("tp", 4 * 64 * 512, 0)
+    assert traffic(tp=2, recompute="full")["target of the loss"] == ("tp", 4 * 64 * 512, 0), "a replay has the loss"
+    assert traffic(tp=2, recompute="full", reuse=False)["target of the loss"] == ("tp", 4 * 64 * 512, 4 * 64 * 512)
+    assert traffic(tp=2, mode="warmup")["target of the loss"] == ("tp", 4 * 1024 * 512, 4 * 1024 * 512)
+    assert traffic(tp=4, cp=2)["target of the loss"] == ("tp", 4 * 64 * 512 * 3 // 4, 0)
+    whole = traffic(tp=2, split_indexer_rows=False)
+    assert whole["target of the loss"] == ("tp", 2 * 4 * 64 * 512, 0)
+    assert "selected indices" not in whole
+    assert "target of the loss" not in traffic(tp=2, mode="frozen")
+    assert "target of the loss" not in traffic(cp=2)
+    assert "target of the loss" not in traffic(layer=1, tp=2, share_every=2), "teaches nothing"
 
 
 def test_rows_travel_to_experts_and_back():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsattn import KeyRange, Layout, backends
-from dsattn.backends import TABLE, Call, choose, deep_gemm, settings
+from dsattn.backends import ALONE, TABLE, Call, choose, deep_gemm, settings
 from dsattn.ops import dsa_attention, select_keys, select_topk, sparse_mla
 from dsattn.ops.distill_reference import backward_reference as kl_backward_reference
 from dsattn.ops.distill_reference import forward_reference as kl_forward_reference
@@ -212,7 +212,7 @@ def test_indexer_loss():
     _, lse = forward_reference(*widened((q, kv, selection.index, selection.length, None, 0.04, 512)))
     real = (selection.length > 0) & (torch.arange(rows, device=GPU) % 5 != 2)
     saved = (q_i, k_i, w, q, kv, lse.float(), selection.index, selection.length, keys, real)
-    flags = (torch.full((), 100.0, device=GPU), 0.04, True, "")
+    flags = (torch.full((), 100.0, device=GPU), 0.04, True, ALONE)
     exact = kl_forward_reference(*widened((*saved, *flags)))
     call = Call.of((q_i, k_i), len(k_i), heads=32, width=128, top_k=SLOTS)
     run = choose("indexer_kl.forward", call, "cudnn").function
@@ -223,7 +223,7 @@ def test_indexer_loss():
     close(dscore[real], exact[3][real])
     row_scale = torch.where(real, 0.01, 0.0)
     rest = tuple(x.float() for x in exact[1:])
-    case = (row_scale, *saved, *rest, 0.04, True, "", False)
+    case = (row_scale, *saved, *rest, 0.04, True, ALONE, False)
     run = choose("indexer_kl.backward", call, "cudnn").function
     assert run is not None
     right = kl_backward_reference(*widened(case))

@@ -21,7 +21,7 @@ def test_one_rank_hands_everything_back():
         assert same(x) is x
     assert ranks.keys(layout, x, x)() == (x, x)
     assert ranks.documents(layout, x) == (layout, x)
-    assert ranks.selected(selection, layout) is ranks.own_rows(selection) is selection
+    assert ranks.selected(selection, layout) is selection
     assert (ranks.tp_size, ranks.kl_repeats, ranks.splits_indexer, ranks.head_group) == (1, 1, False, None)
 
 

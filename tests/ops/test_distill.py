@@ -484,7 +484,7 @@ def test_opcheck(mode: str, target: str) -> None:
     rows = (case.keys.start, case.keys.stop, *distill.row_weights(case.keys, None, None, torch.float32))
     teacher = (case.q, attention_keys(target, case), lse_of(target, case, selection))
     operands = [strided(getattr(case, name)).requires_grad_() for name in LEARNERS]
-    flags = (case.scale, True, "", True, "auto")
+    flags = (case.scale, True, "", 0, True, "auto")
     torch.library.opcheck(distill._forward, (*operands, *teacher, *index, *rows, *flags))
 
 
@@ -493,7 +493,11 @@ import os
 import sys
 import torch
 import torch.distributed as dist
+from dsattn.backends import HeadRanks
+from dsattn.errors import InputError
+from dsattn.keys import KeyRange
 from dsattn.ops import indexer_kl, sparse_mla, dense_mla, dsa_attention
+from dsattn.selection import Selection
 from dsattn.testing import Sizes, make_case, random_selection
 
 other = os.fork()  # two ranks of one import of torch
@@ -501,29 +505,62 @@ rank, store = int(other == 0), sys.argv[1]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 case = make_case("padded", Sizes(heads=6), dtype=torch.float64)
 mine = slice(3 * rank, 3 * rank + 3)
+real = torch.arange(case.layout.num_keys) % 7 != 2
 
 
-def run(heads, selection, group):
+def run(heads, selection, group, shards=1):
     flags = {"scale": case.scale, "value_dim": 16}
     q = case.q[:, heads].contiguous()
     lse = (dense_mla(q, case.kv, case.keys, **flags) if selection is None else
            sparse_mla(q, case.kv, selection, **flags))[1]
-    operands = [x.clone().requires_grad_() for x in (case.q_i, case.k_i, case.w)]
-    loss = indexer_kl(*operands, q, case.kv, lse, case.keys, selection, scale=case.scale, head_group=group)
+    operands = learners(shards)
+    loss = indexer_kl(*operands, q, case.kv, lse, case.keys, selection, scale=case.scale, head_group=group,
+                      real_rows=real, divisor=40)
     return loss.detach(), *torch.autograd.grad(loss, operands)
 
 
-def fused(heads, selection, group):
-    operands = [x.clone().requires_grad_() for x in (case.q_i, case.k_i, case.w)]
+def fused(heads, selection, group, shards=1):
+    operands = learners(shards)
     kl = dsa_attention(case.q[:, heads].contiguous(), case.kv, selection, *operands, case.keys, scale=case.scale,
-                       value_dim=16, kl_weight=1.0, head_group=group)[2]
+                       value_dim=16, kl_weight=1.0, head_group=group, real_rows=real, divisor=40)[2]
     return kl.detach(), *torch.autograd.grad(kl, operands)
 
 
+def learners(shards):
+    rows = slice(rank, None, 2) if shards == 2 else slice(None)
+    return [x.clone().requires_grad_() for x in (case.q_i[rows], case.k_i, case.w[rows])]
+
+
+for wrong, said in (
+    ({"q": case.q[:-2]}, f"or [{len(case.q)}, H, C] of rows dealt to 2 ranks of head_group, to meet q_i"),
+    ({"keys": KeyRange(case.keys.start[1:], case.keys.stop[1:])}, f"keys has {len(case.q) - 1} rows, q has"),
+    ({"selection": Selection.from_index(torch.zeros(7, 1, dtype=torch.long))}, "selection has"),
+    ({"real_rows": real[::2]}, f"real_rows must be bool [{len(case.q)}]"),
+):
+    given = {"q": case.q, "kv": case.kv, "lse": torch.zeros(len(wrong.get("q", case.q)), 6, dtype=torch.float64)}
+    given |= {"keys": case.keys, "scale": 1.0, "head_group": dist.group.WORLD}
+    try:
+        indexer_kl(*learners(2), **{**given, **wrong})
+        raise AssertionError(said)
+    except InputError as error:
+        assert said in str(error), error
+
+collectives = []
+total = HeadRanks.total
+HeadRanks.total = lambda ranks, x: collectives.append((ranks.shards, len(x))) or total(ranks, x)
 for selection in (None, random_selection(case.keys, case.layout.num_keys, 7)):
+    if selection is not None:
+        selection = selection.with_inverse(case.layout.num_keys)  # of all rows: not for a part of them
     for how in (run,) if selection is None else (run, fused):
         whole, split, alone = how(slice(0, 6), selection, None), how(mine, selection, dist.group.WORLD), \
             how(mine, selection, None)
+        collectives.clear()
+        loss, dq, dk, dw = how(mine, selection, dist.group.WORLD, shards=2)
+        assert collectives and all(one == (2, len(case.q)) for one in collectives), collectives
+        dist.all_reduce(loss)
+        dist.all_reduce(dk)
+        for a, b in zip((loss, dq, dk, dw), (whole[0], whole[1][rank::2], whole[2], whole[3][rank::2])):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
         for a, b in zip(split, whole):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
         for x in split:

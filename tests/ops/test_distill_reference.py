@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsattn.backends import ALONE
 from dsattn.keys import Layout
 from dsattn.ops import blocks, dense_mla, distill, ranged, sparse_mla
 from dsattn.ops.distill_reference import attention_shares, backward_reference, forward_reference
@@ -45,12 +46,12 @@ def forward(case: Case, selection: Selection | None) -> tuple[Tensor, tuple[Any,
         lse, index = sparse_mla(case.q, case.kv, selection, **flags)[1], (selection.index, selection.length)
     real, divisor = distill.row_weights(case.keys, None, None, lse.dtype)
     operands = (case.q_i, case.k_i, case.w, case.q, case.kv, lse, *index, case.keys, real)
-    return forward_reference(*operands, divisor, case.scale, True, ""), operands
+    return forward_reference(*operands, divisor, case.scale, True, ALONE), operands
 
 
 def backward(operands: tuple[Any, ...], saved: list[Tensor], scale: float) -> tuple[Tensor, ...]:
     real = operands[-1]
-    return backward_reference(real.to(saved[0].dtype), *operands, *saved, scale, True, "", True)
+    return backward_reference(real.to(saved[0].dtype), *operands, *saved, scale, True, ALONE, True)
 
 
 @pytest.mark.parametrize("cut", [(1, 1), (3, 500), (16, 40_000), (4096, 2**30)])
@@ -100,7 +101,7 @@ def test_gradients_of_one_row_stay_in_it(mode: str) -> None:
     (_, *saved), operands = forward(case, selection)
     row_scale = torch.zeros(23)
     row_scale[16] = 1.0
-    dq, dk, dw = backward_reference(row_scale, *operands, *saved, case.scale, True, "", True)
+    dq, dk, dw = backward_reference(row_scale, *operands, *saved, case.scale, True, ALONE, True)
     read = case.keys.mask(23)[16] if selection is None else selection.mask(23)[16]
     others = torch.arange(23) != 16
     assert dq[others].eq(0).all()
@@ -137,6 +138,6 @@ def test_a_given_target_is_not_made_again() -> None:
     shares[~rows[3]] = torch.nan
     before, divisor = shares.clone(), distill.row_weights(case.keys, None, None, lse.dtype)[1]
     unread = (torch.full_like(x, torch.nan) for x in (q, kv, lse))
-    got = forward_reference(q_i, k_i, w, *unread, *rows, divisor, case.scale, True, "", shares)
+    got = forward_reference(q_i, k_i, w, *unread, *rows, divisor, case.scale, True, ALONE, shares)
     assert all(a.equal(b) for a, b in zip(got, want, strict=True))
     torch.testing.assert_close(shares, before, rtol=0, atol=0, equal_nan=True)

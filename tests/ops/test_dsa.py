@@ -191,7 +191,7 @@ def test_opcheck(sink: bool) -> None:
     selection = selection_of(case)
     q, kv, logit, *indexer = (strided(getattr(case, name)).requires_grad_() for name in TRUNK + INDEXER)
     rows = (selection.index, selection.length, *distill.row_weights(case.keys, None, None, torch.float32))
-    flags = (case.scale, WEIGHT, case.sizes.value_dim, True, "", True, "auto")
+    flags = (case.scale, WEIGHT, case.sizes.value_dim, True, "", 0, True, "auto")
     operands = (q, kv, logit if sink else None, *indexer)
     torch.library.opcheck(dsa._forward, (*operands, *rows, case.keys.start, case.keys.stop, *flags))
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from dsattn import backends, settings
-from dsattn.backends import REFERENCE, TABLE, Row
+from dsattn.backends import REFERENCE, TABLE, HeadRanks, Row
 from dsattn.errors import BackendUnavailable
 from dsattn.keys import Layout
 from dsattn.ops import (
     dense_gqa,
     dense_mla,
+    distill,
     dsa_attention,
     first_use,
     indexer_kl,
@@ -32,6 +33,7 @@ from dsattn.testing import Case, Sizes, make_case, random_selection
 
 SIZES = Sizes(heads=4, groups=2, width=24, value_dim=16, index_heads=3, index_width=8, top_k=7)
 LAYOUT = Layout.packed([9, 0, 1, 20])
+CASE = make_case(LAYOUT, SIZES, poison=False)
 Run = Callable[..., Any]
 
 
@@ -286,6 +288,42 @@ def test_the_loss_of_grouped_keys_is_checked_apart(install) -> None:
     for kv in (case.kv, case.k):
         indexer_kl(case.q_i, case.k_i, case.w, case.q, kv, lse, case.keys, scale=1.0)
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("mode", ["warmup", "sparse"])
+def test_the_loss_of_rows_that_ranks_share_out_is_checked_apart(mode: str, direction: str, install) -> None:
+    """Another number of ranks is another kernel, whose target has its rows in another order. No rank is asked."""
+    selection = random_selection(CASE.keys, CASE.layout.num_keys, 7) if mode == "sparse" else None
+    calls = install(f"indexer_kl.{direction}", _KL[direction == "backward"])
+    for shards in (1, 2, 3):
+        for _ in range(2):
+            shared_loss(selection, shards).backward()
+        assert len(calls) == 3 * shards
+
+
+@pytest.mark.parametrize("mode", ["warmup", "sparse"])
+def test_rows_in_another_order_are_seen(mode: str, install) -> None:
+    def forgets_to_deal(*given: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HeadRanks, "deal", lambda _, x: x)
+            return _KL[0](*given)
+
+    selection = random_selection(CASE.keys, CASE.layout.num_keys, 7) if mode == "sparse" else None
+    install("indexer_kl.forward", forgets_to_deal)
+    shared_loss(selection, 1)
+    with pytest.raises(BackendUnavailable, match=r"indexer_kl.forward: made_up gives wrong results .*mass errs"):
+        shared_loss(selection, 2)
+
+
+def shared_loss(selection: Selection | None, shards: int) -> Tensor:
+    """The first shard's part of the loss, of one rank that has every head."""
+    mine = HeadRanks("", shards)
+    index = (None, None) if selection is None else (selection.index, selection.length)
+    q_i, k_i, w = (x.clone().requires_grad_() for x in (mine.own(CASE.q_i), CASE.k_i, mine.own(CASE.w)))
+    attention = (CASE.q, CASE.kv, torch.full(CASE.q.shape[:2], 3.0))
+    rows = (CASE.keys.start, CASE.keys.stop, *distill.row_weights(CASE.keys, None, 30, torch.float32))
+    return distill._forward(q_i, k_i, w, *attention, *index, *rows, CASE.scale, True, "", 0, False, "auto")[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

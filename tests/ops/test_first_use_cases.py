@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsattn.backends import ALONE, HeadRanks
 from dsattn.keys import KeyRange, Layout
 from dsattn.ops import indexer_scores, select_topk
 from dsattn.ops.first_use_cases import geometry, names_of, small_case
@@ -48,7 +49,7 @@ def arguments(reference: Callable[..., Any], lengths: list[int], sizes: Sizes | 
         "return_scores": False,
         "precision": "fp8",
         "block_bytes": 2**30,
-        "group": "",
+        "ranks": ALONE,
         "deterministic": False,
         "inverse": None,
     }
@@ -84,6 +85,7 @@ def test_geometry_does_not_depend_on_tokens(reference: Callable[..., Any]) -> No
         (TOPK, {"scores": torch.zeros(6, 50, dtype=torch.bfloat16)}),
         (LOSS, {"index": None, "length": None}),
         (LOSS, {"target": torch.zeros(6, 7)}),
+        (LOSS, {"ranks": HeadRanks("heads", 2, 1)}),
     ],
 )
 def test_geometry_depends_on_all_else(reference: Callable[..., Any], changes: dict[str, Any]) -> None:
@@ -165,6 +167,20 @@ def test_the_loss_meets_the_lse_of_its_attention() -> None:
     live = case["real"]
     assert not live.all()
     assert mass[live].sub(case["q"].shape[1]).abs().max() < 1e-4  # every head's probabilities add to one
+
+
+@pytest.mark.parametrize("index", [None, torch.zeros(6, 7, dtype=torch.int32)], ids=["warmup", "sparse"])
+def test_rows_that_ranks_share_out(index: torch.Tensor | None) -> None:
+    """As many for each, for as many ranks as there are, and no rank is asked: the parts make the whole loss."""
+    changes = {"index": index, "length": None if index is None else index[:, 0]}
+    given = arguments(LOSS, [5, 1], **changes, ranks=HeadRanks("heads", 3, 1))
+    case = small_case(LOSS, None, given)
+    assert (case["ranks"].group, case["ranks"].shards) == ("", 3)
+    assert 3 * len(case["q_i"]) == 3 * len(case["w"]) == len(case["q"]) == len(case["real"]) == len(case["lse"])
+    found = LOSS(*case.values())
+    kept = case["real"][2::3]
+    assert found[2][kept].sub(case["q"].shape[1]).abs().max() < 1e-4
+    assert found[2].shape == kept.shape
 
 
 def test_numbers_are_always_the_same() -> None:

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsattn.backends import HeadRanks
 from dsattn.config import (
     DSAConfig,
     GQAConfig,
@@ -64,6 +66,7 @@ MODELS = {
         dsa=DSAConfig(indexer=HIDDEN, deterministic=True),
     ),
     "gqa": dataclasses.replace(PLAIN, attention=GROUPED, dsa=DSAConfig(indexer=HIDDEN, deterministic=True)),
+    "attention and loss at once": dataclasses.replace(PLAIN, dsa=DSAConfig(indexer=INDEXER, deterministic=False)),
     "kpool": dataclasses.replace(PLAIN, dsa=DSAConfig(indexer=dataclasses.replace(INDEXER, pool_size=2))),
     "linear, sliding, experts": dataclasses.replace(
         PLAIN,
@@ -101,6 +104,8 @@ CASES = {  # (cp, tp, rows, model, mode, pack, recompute)
         (1, 2, SHARDS, "mla", "warmup", "packed", "selective"),
         (1, 2, SHARED, "mla", "sparse", "packed", "selective"),
         (1, 2, SHARED, "mla", "warmup", "packed", "none"),
+        (1, 2, SHARDS, "attention and loss at once", "sparse", "packed", "none"),
+        (1, 2, SHARED, "attention and loss at once", "sparse", "one document", "none"),
         (1, 2, WHOLE, "gqa", "sparse", "packed", "full"),
         (1, 2, SHARDS, "gqa", "sparse", "packed", "none"),
         (1, 2, SHARED, "gqa", "warmup", "one document", "none"),
@@ -119,6 +124,7 @@ CASES = {  # (cp, tp, rows, model, mode, pack, recompute)
         (2, 2, SHARED, "gqa", "sparse", "one document", "none"),
         (2, 2, SHARDS, "gqa", "warmup", "packed", "selective"),
         (2, 2, SHARDS, "mtp shares, so do layers, all teach", "warmup", "one document", "full"),
+        (2, 2, SHARDS, "attention and loss at once", "sparse", "packed", "selective"),
         (1, 4, SHARDS, "mla", "sparse", "nothing for some", "selective"),
         (1, 4, WHOLE, "gqa", "sparse", "packed", "none"),
         (1, 4, SHARDS, "mtp shares, so do layers, all teach", "sparse", "packed", "full"),
@@ -236,6 +242,41 @@ def observed(mesh: ParallelMesh) -> list[tuple[int, ...]]:
     return sizes
 
 
+class Sent(TorchDispatchMode):
+    """Names of the collectives that layers begin; those inside an operation are not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional":
+            self.names.add(func.name().split("::")[1])
+        return func(*args, **(kwargs or {}))
+
+
+def targets(meshes: dict[str, ParallelMesh]) -> dict[tuple[str, str, str], tuple[set[str], list[tuple[int, ...]]]]:
+    """What travels in a step of two layers, and each sum of a target: (ranks that share rows, rows in, rows out)."""
+    found, total = {}, HeadRanks.total
+    for rows, mesh in meshes.items():
+        for mode in ("warmup", "sparse"):
+            for policy in ("none", "full"):
+                model = new_model("mla", mode)
+                split(model, mesh)
+                sums: list[tuple[int, ...]] = []
+
+                def noted(ranks: HeadRanks, x: Tensor, sums: list[tuple[int, ...]] = sums) -> Tensor:
+                    out = total(ranks, x)
+                    sums.append((ranks.shards, len(x), len(out)))
+                    return out
+
+                with pytest.MonkeyPatch.context() as patch, Sent() as sent:
+                    patch.setattr(HeadRanks, "total", noted)
+                    once(model, "packed", layout_of("packed", mesh), mode, policy, ranks_of(mesh))
+                found[rows, mode, policy] = sent.names, sums
+    return found
+
+
 def parts(mesh: ParallelMesh) -> dict[str, Any]:
     """Shapes of the parts of split weights; a model on no device; names of what is reduced without row shards."""
     model = new_model("gqa", "sparse")
@@ -290,6 +331,7 @@ def main(rank: int, folder: Path) -> None:
     pair, whole_rows = meshes[1, 2, SHARDS], meshes[1, 2, WHOLE]
     seen |= {"averaged": averaged(pair), "unequal": unequal(whole_rows), "observed": observed(pair)}
     seen |= {"parts": parts(pair), "refusals": refusals(pair, whole_rows)}
+    seen |= {"targets": targets({rows: meshes[1, 2, rows] for rows in FLAGS})}
     torch.save(seen, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -340,6 +382,20 @@ def test_ranks_that_select_different_keys_are_found(seen):
 
 def test_a_probe_sees_all_rows_and_the_heads_here(seen):
     assert seen[0]["observed"] == [(ROWS,) * 5 + (2,)] * 2
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("mode", ["warmup", "sparse"])
+@pytest.mark.parametrize("rows", FLAGS)
+def test_the_target_is_summed_from_heads_to_rows(seen, rows, mode, policy):
+    """One sum a layer, and where the target is not kept another for the backward; never once more for a replay.
+
+    Queries stay where they are.
+    """
+    names, sums = seen[0]["targets"][rows, mode, policy]
+    assert "all_to_all_single" not in names
+    times = 2 * (2 if mode == "warmup" else 1)
+    assert sums == [(2, ROWS, ROWS // 2) if rows == SHARDS else (1, ROWS, ROWS)] * times
 
 
 def test_weights_are_split_by_heads_and_channels(seen):

@@ -52,11 +52,11 @@ def selection(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
 
 
 def probabilities(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
-    """What the Hopper forward leaves of a run of rows for the indexer's loss: P in bf16, and its tops.
+    """What the Hopper forward leaves for the indexer's loss: P in bf16 and its tops, of a run of rows; the target.
 
     Nothing in a layer whose bits must repeat: see `ops.dsa.shares_work`.
     """
-    if device == "cpu" or not (one.has_loss and _on_hopper(one)) or here.indexer_shards > 1:
+    if device == "cpu" or not (one.has_loss and _on_hopper(one)):
         return 0
     if one.config.dsa.deterministic is True:
         return 0
@@ -64,7 +64,7 @@ def probabilities(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int
     tiles = -(-one.config.dsa.indexer.top_k // HOPPER_TILE)
     a_row = blocks * tiles * HOPPER_HEADS * (2 * HOPPER_TILE + FP32)
     runs = -(-here.rows // max(1, scratch_bytes() // a_row))
-    return a_row * -(-here.rows // max(runs, 1))
+    return a_row * -(-here.rows // max(runs, 1)) + FP32 * here.rows * one.config.dsa.indexer.top_k
 
 
 def _on_hopper(one: Kept) -> bool:
@@ -145,15 +145,24 @@ def _cpu_attention(one: Kept, here: Place) -> int:
 
 
 def loss_target(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
-    """The target of a block of rows, in the forward of the indexer's loss; over ranges its scores, too."""
+    """The target of a block of rows, in the forward of the indexer's loss; over ranges its scores, too.
+
+    Where ranks sum it, every rank's part of it and the sum: `HeadRanks.tables`.
+    """
     if not one.has_loss:
         return 0
     if device == "cpu":
         return 0 if one.sparse else CPU_BLOCK + _cpu_run(one, here)
     column = FP32 * (here.rows // here.indexer_shards)
+    tables = here.indexer_shards + (here.parallel.tp > 1)
     if one.sparse:
-        return min(scratch_bytes(TARGET), column * one.config.dsa.indexer.top_k)
-    return min(scratch_bytes(RANGES), 2 * column * here.keys)
+        return min(scratch_bytes(TARGET), tables * column * one.config.dsa.indexer.top_k) + _own_slots(one, here)
+    return min(scratch_bytes(RANGES), (1 + tables) * column * here.keys)
+
+
+def _own_slots(one: Kept, here: Place) -> int:
+    """My rows of a selection of all ranks' rows."""
+    return FP32 * here.rows // here.indexer_shards * one.config.dsa.indexer.top_k if here.indexer_shards > 1 else 0
 
 
 def indexer_loss(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
@@ -166,6 +175,7 @@ def indexer_loss(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
     sums = FP32 * here.keys * indexer.head_dim
     if not one.sparse:
         return sums + loss_target(one, here, device)
+    sums += _own_slots(one, here)
     if one.config.dsa.deterministic is not True:
         return sums
     part = _contribution(one.itemsize) * indexer.head_dim

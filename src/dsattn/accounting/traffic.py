@@ -1,7 +1,8 @@
 """What the collectives of one layer move for one micro-batch, in bytes that one rank receives.
 
 A gather or scatter over n ranks brings (n - 1) / n of the whole to each, an exchange of rows as much of what leaves. A
-recompute replay gathers again. Only what grows with rows, keys or weights is counted, not the two counts of a step.
+recompute replay gathers again, but not what it has from the first pass. Only what grows with rows, keys or weights is
+counted, not the two counts of a step.
 """
 
 from typing import NamedTuple
@@ -29,9 +30,12 @@ class Collective(NamedTuple):
 def layer_traffic(here: Place, number: int, kept: Kept, run: RunConfig, mode: Mode) -> list[Collective]:
     """Of the layer that is entry `number` of `here.runs`, whose memory is `kept`; groups of one rank are left out."""
     found = [*_keys(here, kept, mode), *_heads(here, kept), *_experts(here, kept)]
+    chosen = _chosen(here, kept)
+    if not kept.reuse:
+        found, chosen = found + chosen, []
     if run.train.recompute != "none":
         found = [one._replace(backward=one.backward + one.forward * kept.runs_again) for one in found]
-    found += _weights(here, number, kept, run)
+    found += chosen + _weights(here, number, kept, run)
     return [one for one in found if one.total]
 
 
@@ -91,10 +95,24 @@ def _heads(here: Place, kept: Kept) -> list[Collective]:
             ("into the MLP", gather * hidden, factor * hidden),
             ("out of the MLP", factor * hidden, gather * hidden),
         ]
-    found = [Collective(what, "tp", "gather or sum", forward, back * backward) for what, forward, backward in parts]
-    if kept.selection() and here.indexer_shards > 1:
-        moved = _received(kept.selection() * here.rows, parallel.tp)
-        found.append(Collective("selected indices", "tp", "all-gather", moved, 0))
+    return [Collective(what, "tp", "gather or sum", forward, back * backward) for what, forward, backward in parts]
+
+
+def _chosen(here: Place, kept: Kept) -> list[Collective]:
+    """Selected indices to the ranks of all heads; the loss's target from heads to rows, or to all of them.
+
+    In the warm-up the target of all keys, which the backward makes, and sums, once more.
+    """
+    found, ranks, shared = [], here.parallel.tp, here.indexer_shards > 1
+    if kept.selection() and shared:
+        found.append(
+            Collective("selected indices", "tp", "all-gather", _received(kept.selection() * here.rows, ranks), 0)
+        )
+    if kept.has_loss:
+        columns = kept.config.dsa.indexer.top_k if kept.sparse else here.keys
+        moved = (1 if shared else 2) * _received(FP32 * columns * here.rows, ranks)
+        kind = "reduce-scatter" if shared else "all-reduce"
+        found.append(Collective("target of the loss", "tp", kind, moved, 0 if kept.sparse else moved))
     return found
 
 

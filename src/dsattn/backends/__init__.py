@@ -20,6 +20,8 @@ from typing import Any
 from dsattn.backends.call import Call as Call
 from dsattn.backends.call import size_class as size_class
 from dsattn.backends.call import unmet as unmet
+from dsattn.backends.heads import ALONE as ALONE
+from dsattn.backends.heads import HeadRanks as HeadRanks
 from dsattn.backends.options import Settings as Settings
 from dsattn.backends.options import contribution_dtype as contribution_dtype
 from dsattn.backends.options import current as current

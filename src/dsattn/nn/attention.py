@@ -118,12 +118,11 @@ class SelfAttention(nn.Module):
         q: Tensor,
         entries: tuple[Tensor, ...],
         index: IndexerOutput | None,
-        teacher: tuple[Tensor, Tensor] | None = None,
     ) -> AttentionOutput:
         """Attend by the pass's mode. `hidden` of the result is [R, H, V]: the caller projects it.
 
         q: [R, H, C or d], of the rows and heads of this rank. entries: keys and values of all rows, as a LayerCache
-        names them. teacher: q and keys that give the same attention, for the indexer to learn from; None takes these.
+        names them.
         """
         run, cache, selection = turn.run, turn.cache, turn.selection
         handed = run.handed or Handed()
@@ -139,12 +138,11 @@ class SelfAttention(nn.Module):
             selection = run.value("selection", self._select, index, turn)
         kl = None
         taught = index if self.indexer is not None else handed.index
-        teacher = teacher or (q, entries[0])
         if selection is None:
             assert turn.dense, "the plan promised a selection"
             out, lse = self._dense(q, entries, turn.rows)
             if taught is not None and turn.learns:
-                kl = run.graph("loss", self._kl, taught, teacher, lse, None, turn)
+                kl = run.graph("loss", self._kl, taught, q, entries[0], lse, None, turn)
         elif taught is not None and turn.learns:
             out, lse, kl = self._sparse_and_kl(taught, q, entries, selection, turn)
         else:
@@ -224,30 +222,25 @@ class SelfAttention(nn.Module):
     def _kl(
         self,
         index: IndexerOutput,
-        teacher: tuple[Tensor, Tensor],
+        q: Tensor,
+        keys: Tensor,
         lse: Tensor,
         selection: Selection | None,
         turn: Turn,
     ) -> Tensor:
-        """teacher: q [R, H, C], keys [S, C] or [S, G, C]. lse: [R, H]."""
-        ranks, (q, keys) = turn.run.together, teacher
-        if ranks.splits_indexer:  # my rows of every head, instead of every row of my heads
-            q, lse = ranks.all_heads(q), ranks.all_heads(lse)
-            keys = ranks.all_groups(keys) if keys.dim() == 3 else keys
-            selection = None if selection is None else ranks.own_rows(selection)
-        layout = turn.index_rows
+        """q: [R, H, C], keys: [S, C] or [S, G, C], lse: [R, H]. Each tp rank's part, where they share its rows out."""
         return indexer_kl(
             *index,
             q,
             keys,
             lse,
-            layout.keys,
+            turn.rows.keys,
             selection,
             scale=self.config.scale,
-            real_rows=layout.real_rows,
+            real_rows=turn.rows.real_rows,
             divisor=turn.kl_divisor,
             relu=self.dsa.indexer.relu,
-            head_group=None if ranks.splits_indexer else ranks.head_group,
+            head_group=turn.run.together.head_group,
             backend=self.dsa.backend,
             deterministic=self.dsa.deterministic,
         )
@@ -265,7 +258,7 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(out, lse, kl) over the selected keys; a layer with an op for both at once overrides this."""
         out, lse = self._sparse(q, entries, selection)
-        return out, lse, turn.run.graph("loss", self._kl, index, (q, entries[0]), lse, selection, turn)
+        return out, lse, turn.run.graph("loss", self._kl, index, q, entries[0], lse, selection, turn)
 
     def _options(self, dtype: torch.dtype) -> dict[str, Any]:
         """The keyword arguments that every attention op takes."""

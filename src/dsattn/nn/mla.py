@@ -97,14 +97,11 @@ class MLASelfAttention(SelfAttention):
         q = torch.cat((q_nope if expand else torch.einsum("thn,hnc->thc", q_nope, w_uk), q_rope), -1)
         keys = gathered()
         index = self.index(turn, hidden, q_latent, keys[len(latents) :])
-        entries, teacher = (keys[:1] if handed is None else handed), None
+        entries = keys[:1] if handed is None else handed
         if expand and handed is None:
-            if turn.learns and ranks.splits_indexer:  # other ranks' heads read the same latents, but keys of their own
-                with torch.no_grad():
-                    teacher = torch.cat((torch.einsum("thn,hnc->thc", q_nope, w_uk), q_rope), -1), keys[0]
             entries = self.expanded(*keys[0].split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1))
         del q_nope, q_rope  # what they are views of is not held while attention runs
-        attended = self.attend(turn, q, entries, index, teacher)
+        attended = self.attend(turn, q, entries, index)
 
         out = attended.hidden
         if len(entries) == 1:
@@ -166,9 +163,8 @@ class MLASelfAttention(SelfAttention):
     def _sparse_and_kl(
         self, index: IndexerOutput, q: Tensor, entries: tuple[Tensor, ...], selection: Selection, turn: Turn
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Two operations where the loss is kept while attention runs again, or reads other rows.
-        fused = shares_work(self.dsa.deterministic) and turn.run.kept is None
-        if not fused or turn.run.together.splits_indexer:
+        # Two operations where the loss is kept while attention runs again.
+        if not shares_work(self.dsa.deterministic) or turn.run.kept is not None:
             return super()._sparse_and_kl(index, q, entries, selection, turn)
         (kv,), (q_i, k_i, w) = entries, index
         return dsa_attention(

@@ -47,7 +47,7 @@ class Ranks(Protocol):
 
     @property
     def head_group(self) -> Any:
-        """The process group whose ranks hold the other heads; None where this one has all."""
+        """The process group whose ranks hold the other heads: the loss's target sums over it. None: there are none."""
         ...
 
     def head_rows(self, layout: Layout) -> Layout:
@@ -89,10 +89,6 @@ class Ranks(Protocol):
         """The selection of all R rows, from that of the rows this rank selected for. layout: of the R rows."""
         ...
 
-    def own_rows(self, selection: Selection) -> Selection:
-        """My T rows of a selection of R."""
-        ...
-
     def all_heads(self, x: Tensor) -> Tensor:
         """x [R, H, ...] of heads here -> [T, tp * H, ...]: my rows, every head. No gradient."""
         ...
@@ -129,9 +125,6 @@ class OneRank:
         return lambda: own
 
     def selected(self, selection: Selection, layout: Layout) -> Selection:
-        return selection
-
-    def own_rows(self, selection: Selection) -> Selection:
         return selection
 
 

@@ -9,10 +9,13 @@ _CPU_BYTES = 16 * 2**20  # below malloc's mmap threshold: larger buffers pay pag
 _GPU_BYTES = 2**30
 
 
-def row_blocks(rows: int, bytes_per_row: int, device: torch.device) -> Iterator[slice]:
-    """Slices that cover `rows` rows, each keeping its temporaries near the device's budget; at least one row each."""
+def row_blocks(rows: int, bytes_per_row: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:
+    """Slices that cover `rows` rows, each keeping its temporaries near the device's budget.
+
+    Each has a multiple of `multiple` rows, as `rows` is one; at least one of them.
+    """
     budget = _CPU_BYTES if device.type == "cpu" else _GPU_BYTES
-    step = max(1, budget // max(bytes_per_row, 1))
+    step = max(1, budget // max(bytes_per_row * multiple, 1)) * multiple
     for first in range(0, rows, step):
         yield slice(first, min(first + step, rows))
 

@@ -4,7 +4,8 @@
     loss = sum_t real[t] KL_t / divisor,      dloss/dI[t, s] = real[t] (softmax(I)[t, s] - target[t, s]) / divisor
 
 over all keys of the range (warm-up) or the selected ones. Source: DeepSeek-V3.2, arXiv 2512.02556, eq. 3 and 4.
-Letters: T query rows, S keys, H attention heads, G key groups, C key width, H_I / D indexer heads / width, K kept keys.
+Letters: T query rows, S keys, H attention heads, G key groups, C key width, H_I / D indexer heads / width, K kept keys;
+R the rows that heads read: T, or those of every rank where ranks share them out.
 """
 
 from collections.abc import Callable
@@ -13,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsattn.backends import Call, Choice, choose, resolve_deterministic
+from dsattn.backends import ALONE, Call, Choice, HeadRanks, choose, resolve_deterministic
 from dsattn.errors import InputError
 from dsattn.keys import KeyRange
 from dsattn.ops.distill_reference import backward_reference, forward_reference
 from dsattn.ops.first_use import serve
-from dsattn.ops.indexer import check_floating, check_indexer, wide_dtype
+from dsattn.ops.indexer import check_floating, check_keys, check_scored, wide_dtype
 from dsattn.ops.invert import fields, joined
 from dsattn.ops.operator import operator
 from dsattn.ops.sparse_mla import check_selection
@@ -46,36 +47,48 @@ def indexer_kl(
     """KL between what attention reads and what the indexer expects it to read.
 
     q_i: [T, H_I, D], k_i: [S, D], w: [T, H_I]: the indexer's, as in `indexer_scores`.
-    q: [T, H, C], kv: [S, C] or keys [S, G, C], lse: [T, H]: the attention's, over the same keys: dense attention's
+    q: [R, H, C], kv: [S, C] or keys [S, G, C], lse: [R, H]: the attention's, over the same keys: dense attention's
     where `selection` is None, else sparse attention's over `selection`. Detached: nothing but q_i, k_i, w learns.
-    real_rows: [T] bool; rows left out add nothing. divisor: real rows of the whole global batch (number or 0-d tensor);
-    by default this call's own. head_group: process group whose ranks hold the other heads; the target sums over it.
+    real_rows: [R] bool; rows left out add nothing. divisor: real rows of the whole global batch (number or 0-d tensor);
+    by default this call's own. keys, selection: of the R rows, which are the T but in the second case of head_group:
+    head_group: process group whose n ranks hold the other heads; the target sums over it. With R = n T the rows are
+    shared out: rank i takes the loss of rows i, i + n, ... (`Layout.deal_rows`), to which the target is
+    reduce-scattered; loss and gradients are then parts of a sum over the group.
     Returns a 0-d fp32 tensor (fp64 for fp64 inputs). A row without keys adds 0 and takes no gradient.
     Raises InputError on shapes that do not fit, BackendUnavailable where `backend` cannot serve.
     """
-    check_kl(q_i, k_i, w, q, kv, lse, keys, selection)
+    check_kl((q_i, k_i, w), (q, kv, lse), keys, selection, head_group)
     attention = (q.detach(), kv.detach(), lse.detach())
-    weights = row_weights(keys, real_rows, divisor, wide_dtype(q_i, k_i, w, q, kv))
+    ranks = head_ranks(q, q_i, head_group)
+    weights = row_weights(keys, real_rows, divisor, wide_dtype(q_i, k_i, w, q, kv), ranks)
     rows = (*_index(selection), keys.start, keys.stop, *weights)
-    group = "" if head_group is None else head_group.group_name
-    flags = (scale, relu, group, resolve_deterministic(deterministic), backend)
-    return _forward(q_i, k_i, w, *attention, *rows, *flags, *fields(selection, k_i.shape[0]))[0]
+    flags = (scale, relu, ranks.group, ranks.shard, resolve_deterministic(deterministic), backend)
+    inverse = (None, None) if ranks.shards > 1 else fields(selection, k_i.shape[0])  # it is of all R rows
+    return _forward(q_i, k_i, w, *attention, *rows, *flags, *inverse)[0]
+
+
+def head_ranks(q: Tensor, q_i: Tensor, head_group: dist.ProcessGroup | None) -> HeadRanks:
+    """How the target is summed, from the operands' rows and the group."""
+    if head_group is None:
+        return ALONE
+    return HeadRanks.of(head_group.group_name, head_group.rank(), q, q_i)
 
 
 def check_kl(
-    q_i: Tensor,
-    k_i: Tensor,
-    w: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    lse: Tensor,
+    indexer: tuple[Tensor, Tensor, Tensor],
+    attention: tuple[Tensor, Tensor, Tensor],
     keys: KeyRange,
     selection: Selection | None,
+    head_group: dist.ProcessGroup | None,
 ) -> None:
-    """Raise InputError where the loss's operands do not fit together."""
-    check_indexer(q_i, k_i, w, keys, "_i")
-    if q.dim() != 3 or q.shape[0] != q_i.shape[0]:
-        raise InputError(f"q must be [{q_i.shape[0]}, H, C] to meet q_i {list(q_i.shape)}, got {list(q.shape)}")
+    """Raise InputError where the loss's operands do not fit together. indexer: q_i, k_i, w. attention: q, kv, lse."""
+    (q_i, k_i, w), (q, kv, lse) = indexer, attention
+    check_scored(q_i, k_i, w, "_i")
+    rows, ranks = q_i.shape[0], 1 if head_group is None else head_group.size()
+    if q.dim() != 3 or q.shape[0] not in (rows, ranks * rows):
+        dealt = f", or [{ranks * rows}, H, C] of rows dealt to {ranks} ranks of head_group," if ranks > 1 else ""
+        raise InputError(f"q must be [{rows}, H, C]{dealt} to meet q_i {list(q_i.shape)}, got {list(q.shape)}")
+    check_keys(keys, "q_i" if q.shape[0] == rows else "q", q)
     if kv.dim() not in (2, 3) or kv.shape[0] != k_i.shape[0] or kv.shape[-1] != q.shape[2]:
         wanted = f"[{k_i.shape[0]}, {q.shape[2]}] or [{k_i.shape[0]}, G, {q.shape[2]}]"
         raise InputError(
@@ -91,9 +104,13 @@ def check_kl(
 
 
 def row_weights(
-    keys: KeyRange, real_rows: Tensor | None, divisor: float | Tensor | None, wide: torch.dtype
+    keys: KeyRange,
+    real_rows: Tensor | None,
+    divisor: float | Tensor | None,
+    wide: torch.dtype,
+    ranks: HeadRanks = ALONE,
 ) -> tuple[Tensor, Tensor]:
-    """real [T] bool and divisor (0-d tensor), from what the caller gave. No device sync."""
+    """real [R] bool and divisor (0-d tensor), from what the caller gave. No device sync."""
     reads = keys.stop > keys.start
     if real_rows is not None:
         if real_rows.shape != reads.shape or real_rows.dtype != torch.bool:
@@ -102,7 +119,7 @@ def row_weights(
             )
         reads = reads & real_rows
     if divisor is None:
-        return reads, reads.sum().clamp(min=1).to(wide)
+        return reads, ranks.own(reads).sum().clamp(min=1).to(wide)
     if isinstance(divisor, int | float):
         if not divisor > 0:
             raise InputError(f"divisor={divisor} must be positive; a batch without real rows needs no loss")
@@ -159,22 +176,23 @@ def _forward(
     scale: float,
     relu: bool,
     group: str,
+    shard: int,
     deterministic: bool,
     backend: str,
     slot: Tensor | None = None,
     offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     run = choose_forward((q_i, k_i, w, q, kv, lse), index, deterministic, backend)
-    keys = KeyRange(start, stop)
+    keys, ranks = KeyRange(start, stop), HeadRanks.of(group, shard, q, q_i)
     loss, score_lse, mass, dscore = run(
-        *(q_i, k_i, w, q, kv, lse, index, length, keys, real, divisor, scale, relu, group, None)
+        *(q_i, k_i, w, q, kv, lse, index, length, keys, real, divisor, scale, relu, ranks, None)
     )
     return loss, score_lse, mass, dscore
 
 
 @_forward.register_fake
 def _(q_i, k_i, w, q, kv, lse, index, *rest):
-    wide, rows = wide_dtype(q_i, k_i, w, q, kv), q.shape[0]
+    wide, rows = wide_dtype(q_i, k_i, w, q, kv), q_i.shape[0]
     shapes = ((), (2, rows), (rows,), (rows, 0 if index is None else index.shape[1]))
     return tuple(q.new_empty(shape, dtype=wide) for shape in shapes)
 
@@ -200,15 +218,17 @@ def _backward(
     scale: float,
     relu: bool,
     group: str,
+    shard: int,
     deterministic: bool,
     backend: str,
     slot: Tensor | None = None,
     offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     run = choose_backward((q_i, k_i, w, q, kv, lse), index, deterministic, backend)
-    keys, row_scale = KeyRange(start, stop), torch.where(real, grad / divisor, 0.0)
+    ranks = HeadRanks.of(group, shard, q, q_i)
+    keys, row_scale = KeyRange(start, stop), torch.where(ranks.own(real), grad / divisor, 0.0)
     operands = (q_i, k_i, w, q, kv, lse, index, length, keys, real)
-    saved, flags = (score_lse, mass, dscore), (scale, relu, group, deterministic)
+    saved, flags = (score_lse, mass, dscore), (scale, relu, ranks, deterministic)
     dq, dk, dw = run(row_scale, *operands, *saved, *flags, joined(slot, offset))
     return dq, dk, dw
 
@@ -220,15 +240,15 @@ def _(grad, q_i, k_i, w, *rest):
 
 
 def _setup(ctx, inputs, output) -> None:
-    *operands, scale, relu, group, deterministic, backend, slot, offset = inputs
-    ctx.flags = (scale, relu, group, deterministic, backend)
+    *operands, scale, relu, group, shard, deterministic, backend, slot, offset = inputs
+    ctx.flags = (scale, relu, group, shard, deterministic, backend)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*operands, *output[1:], slot, offset)
 
 
 def _autograd(ctx, grad, *_):
     *saved, slot, offset = ctx.saved_tensors
-    return *_backward(grad, *saved, *ctx.flags, slot, offset), *(None,) * 16
+    return *_backward(grad, *saved, *ctx.flags, slot, offset), *(None,) * 17
 
 
 _forward.register_autograd(_autograd, setup_context=_setup)

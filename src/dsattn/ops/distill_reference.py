@@ -1,6 +1,7 @@
 """The plain-torch reference of the indexer's loss: one pass for the value, one for the gradient, block by block.
 
-Nothing of size [T, S] or [T, H, S] is ever whole. Letters as in `ops.distill`; R rows and W keys of a block.
+Nothing of size [T, S] or [T, H, S] is ever whole. Letters as in `ops.distill`, but R rows and W keys of a block. Where
+ranks share rows out, attention's operands and what rows read are of all ranks' rows, and so are blocks.
 """
 
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsattn.backends import HeadRanks
 from dsattn.keys import KeyRange
 from dsattn.ops import softmax
 from dsattn.ops.blocks import add_rows_, row_blocks
@@ -20,7 +22,7 @@ from dsattn.selection import Inverse
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What the value and the gradient are made from, named as in `indexer_kl`. group: of ranks, "" for none."""
+    """What the value and the gradient are made from, named as in `indexer_kl`. ranks: who sums the target."""
 
     q_i: Tensor
     k_i: Tensor
@@ -33,7 +35,7 @@ class _Inputs:
     real: Tensor
     scale: float
     relu: bool
-    group: str
+    ranks: HeadRanks
     target: Tensor | None = None
 
     @property
@@ -43,7 +45,7 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Some keys of a block of rows.
+    """Some keys of a block of my rows.
 
     rows: the block. q: [R, H_I, D], w: [R, H_I], zero where a row is not live. dot: [H_I, R, W] products q . k.
     score: [R, W], -inf where not read. target: [R, W], summed over heads, not normalised, 0 where not read.
@@ -74,20 +76,21 @@ def forward_reference(
     divisor: Tensor,
     scale: float,
     relu: bool,
-    group: str,
+    ranks: HeadRanks,
     target: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, log-sum-exp of the scores [2, T], mass of the target before normalisation [T], dKL/dI [T, K]).
 
     The last is softmax(I) - target of the selected keys, 0 in empty slots and in rows without mass; [T, 0] where all
-    keys are read, which the backward meets again. target: the sum of the heads' probabilities [T, K] over the selected
-    keys, where somebody has it already; q, kv and lse are not read then. Summed over the group all the same.
+    keys are read, which the backward meets again. target: the sum of the heads' probabilities over the selected keys, a
+    row for each of attention's, where somebody has it already; q, kv and lse are not read then. Summed over ranks all
+    the same.
 
     KL = sum T log T - sum T I + lse(I) with T = target / mass, accumulated over runs of keys with I taken relative to
     a running maximum, so that large scores cancel before they are rounded. For the same reason the log-sum-exp stays
     in two parts: the maximum, and the log of the sum of exponentials below it.
     """
-    inputs = _Inputs(q_i, k_i, w, q, kv, lse, index, keys, real, scale, relu, group, target)
+    inputs = _Inputs(q_i, k_i, w, q, kv, lse, index, keys, real, scale, relu, ranks, target)
     total, mass, entropy, cross = (q_i.new_zeros(q_i.shape[0], dtype=inputs.wide) for _ in range(4))
     peak = torch.full_like(total, -torch.inf)
     dscore = total.new_zeros(len(total), 0 if index is None else index.shape[1])
@@ -107,7 +110,7 @@ def forward_reference(
             dscore[part, : whole.shape[1]] = whole.masked_fill_(tile.keys == len(k_i), 0)
     rest = total.log()
     kl = (entropy - cross) / mass - mass.log() + rest
-    live = real & (mass != 0)
+    live = ranks.own(real) & (mass != 0)
     score_lse = torch.stack([torch.where(peak.isfinite(), peak, 0.0), rest])
     return torch.where(live, kl, 0.0).sum() / divisor, score_lse, mass, dscore
 
@@ -148,7 +151,7 @@ def backward_reference(
     dscore: Tensor,
     scale: float,
     relu: bool,
-    group: str,
+    ranks: HeadRanks,
     deterministic: bool,
     inverse: Inverse | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,7 +159,7 @@ def backward_reference(
 
     Of selected keys the forward's dscore tells all; for ranges the target is made again. inverse: as in `sparse_mla`.
     """
-    inputs = _Inputs(q_i, k_i, w, q, kv, lse, index, keys, real, scale, relu, group)
+    inputs = _Inputs(q_i, k_i, w, q, kv, lse, index, keys, real, scale, relu, ranks)
     wide = inputs.wide
     dq, dw = q_i.new_zeros(q_i.shape, dtype=wide), w.new_zeros(w.shape, dtype=wide)
     dk = k_i.new_zeros(k_i.shape[0] + 1, k_i.shape[1], dtype=wide)  # the last row collects empty slots' zeros
@@ -201,13 +204,14 @@ def _own_key_gradients(tile: _Tile, dscore_RK: Tensor, relu: bool) -> tuple[Tens
 
 
 def _tiles(x: _Inputs, *, with_target: bool = True) -> Iterator[_Tile]:
-    """Blocks of rows, each with its runs of shared keys, or with its own selected keys at once.
+    """Blocks of my rows, each with its runs of shared keys, or with its own selected keys at once.
 
     with_target: selected keys only may do without; their target is 0 then.
     """
     cuts = _shared(x) if x.index is None else _selected(x, x.index, with_target and x.target is None)
-    for rows, where, k_tile, k_attention, read_RW in cuts:
-        q_RHD, w_RH = x.q_i[rows].to(x.wide), x.w[rows].to(x.wide)
+    for rows, where, k_tile, k_attention, read in cuts:
+        mine, read_RW = x.ranks.own_rows(rows), None if read is None else x.ranks.own(read)
+        q_RHD, w_RH = x.q_i[mine].to(x.wide), x.w[mine].to(x.wide)
         if read_RW is not None:  # 0 * NaN must not be met
             live_R = read_RW.any(1)
             q_RHD, w_RH = q_RHD.masked_fill(~live_R[:, None, None], 0), w_RH.masked_fill(~live_R[:, None], 0)
@@ -215,21 +219,29 @@ def _tiles(x: _Inputs, *, with_target: bool = True) -> Iterator[_Tile]:
         dot_HRW = torch.einsum("rhd,wd->hrw" if shared else "rhd,rwd->hrw", q_RHD, k_tile)
         score_RW = torch.einsum("hrw,rh->rw", dot_HRW.relu() if x.relu else dot_HRW, w_RH)
         target_RW = torch.zeros_like(score_RW)
-        if x.target is not None:
-            target_RW = x.target[rows, : score_RW.shape[1]].to(x.wide, copy=True)
-        elif with_target:
-            target_RW = _target(x.q[rows].to(x.wide), k_attention, x.lse[rows].to(x.wide), x.scale, shared)
+        if with_target:
+            target_RW = _summed_target(x, rows, k_attention, read, score_RW.shape[1], shared)
         if read_RW is not None:
             score_RW.masked_fill_(~read_RW, -torch.inf)
-            target_RW.masked_fill_(~read_RW, 0)
-        if x.group and with_target:
-            target_RW = _sum_over(target_RW, x.group)
-        yield _Tile(rows, q_RHD, w_RH, dot_HRW, score_RW, target_RW, where, k_tile)
+        yield _Tile(mine, q_RHD, w_RH, dot_HRW, score_RW, target_RW, where, k_tile)
 
 
-# What _shared and _selected yield: rows, their keys, the indexer's and the attention's vectors of these keys, and who
-# reads what, None where every row reads every key. Rows that do not count read nothing: what they and the keys of
-# their documents hold may be NaN.
+def _summed_target(
+    x: _Inputs, rows: slice, k_attention: Tensor, read: Tensor | None, columns: int, shared: bool
+) -> Tensor:
+    """The target of my rows of a block, over the heads of every rank; 0 where not read."""
+    if x.target is not None:
+        target = x.target[rows, :columns].to(x.wide, copy=True)
+    else:
+        target = _target(x.q[rows].to(x.wide), k_attention, x.lse[rows].to(x.wide), x.scale, shared)
+    if read is not None:
+        target.masked_fill_(~read, 0)
+    return x.ranks.total(x.ranks.deal(target))
+
+
+# What _shared and _selected yield: rows, my rows' keys, the indexer's vectors of these, the attention's of all rows'
+# keys, and which row reads what, None where every row reads every key. Rows that do not count read nothing: what they
+# and the keys of their documents hold may be NaN.
 _Cut = tuple[slice, slice | Tensor, Tensor, Tensor, Tensor | None]
 
 
@@ -237,11 +249,11 @@ def _shared(x: _Inputs) -> Iterator[_Cut]:
     """Runs of keys: k [W, D], attention keys [G, W, C], read [R, W]."""
     heads = x.q.shape[1] + 3 * x.q_i.shape[1]  # q . k once for attention; thrice, with its relu and gradient, here
     keys = KeyRange(x.keys.start, torch.where(x.real, x.keys.stop, x.keys.start))
-    for block in range_blocks(keys, x.k_i.shape[0], x.wide.itemsize * heads):
+    for block in range_blocks(keys, x.k_i.shape[0], x.wide.itemsize * heads, x.ranks.shards):
         for run, read_RW in block.runs():
             k_WD = x.k_i[run].to(x.wide)
             if read_RW is not None:
-                k_WD = k_WD.masked_fill(~read_RW.any(0)[:, None], 0)
+                k_WD = k_WD.masked_fill(~x.ranks.own(read_RW).any(0)[:, None], 0)
             k_WGC = x.kv[run].reshape(run.stop - run.start, -1, x.q.shape[2])
             yield block.rows, run, k_WD, k_WGC.transpose(0, 1).to(x.wide), read_RW
 
@@ -256,10 +268,12 @@ def _selected(x: _Inputs, index: Tensor, with_target: bool) -> Iterator[_Cut]:
     attention = x.kv.flatten(1) if with_target else x.kv.flatten(1)[:, :0]
     k_SD, attention_SC = with_zero_row(x.k_i, x.wide), with_zero_row(attention, x.wide)
     per_key = 2 * k_SD.shape[1] + attention_SC.shape[1] + 3 * (x.q.shape[1] + x.q_i.shape[1])
-    for rows in row_blocks(index.shape[0], x.wide.itemsize * index.shape[1] * per_key, index.device):
-        where_RK = gather_index(index[rows], keys)
-        k_attention = gather(attention_SC, where_RK)
-        k_RKGC = k_attention.view(*where_RK.shape, attention_SC.shape[1] // width, width)
+    cost = x.wide.itemsize * index.shape[1] * per_key
+    for rows in row_blocks(index.shape[0], cost, index.device, x.ranks.shards):
+        where = gather_index(index[rows], keys)
+        k_attention = gather(attention_SC, where)
+        k_RKGC = k_attention.view(*where.shape, attention_SC.shape[1] // width, width)
+        where_RK = x.ranks.own(where)
         yield rows, where_RK, gather(k_SD, where_RK), k_RKGC, index[rows] >= 0
 
 
@@ -274,8 +288,3 @@ def _target(q_RHC: Tensor, k: Tensor, lse_RH: Tensor, scale: float, shared: bool
     q_RGJC = q_RHC.view(rows, k.shape[2], -1, width)
     logits_RGJW = torch.einsum("rgjc,rwgc->rgjw", q_RGJC, k).mul_(scale)
     return softmax.probabilities(logits_RGJW, lse_RH.view(logits_RGJW.shape[:3])).sum((1, 2))
-
-
-def _sum_over(x: Tensor, group: str) -> Tensor:
-    summed = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group)
-    return torch.ops._c10d_functional.wait_tensor(summed)

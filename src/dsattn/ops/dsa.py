@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsattn.backends import TABLE, Call, Choice, choose, resolve_deterministic
+from dsattn.backends import TABLE, Call, Choice, HeadRanks, choose, resolve_deterministic
 from dsattn.keys import KeyRange
 from dsattn.ops import softmax
-from dsattn.ops.distill import check_kl, row_weights
+from dsattn.ops.distill import check_kl, head_ranks, row_weights
 from dsattn.ops.distill import choose_backward as kl_backward
 from dsattn.ops.distill import choose_forward as kl_forward
 from dsattn.ops.distill_reference import attention_shares
@@ -49,15 +49,18 @@ def dsa_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`sparse_mla(q, kv, selection)` and `kl_weight * indexer_kl(..., selection)`.
 
-    Shapes, padding, errors and defaults are those of the two. Returns (out, lse, kl): kl already carries its weight, so
-    adding it to the loss trains the indexer. Gradients: out's reach q, kv and sink; kl's reach q_i, k_i and w.
+    Shapes, padding, errors and defaults are those of the two, and so is what `head_group` means for rows. Returns
+    (out, lse, kl): kl already carries its weight, so adding it to the loss trains the indexer. Gradients: out's reach
+    q, kv and sink; kl's reach q_i, k_i and w.
     """
     check_mla(q, kv, value_dim, sink)
     check_selection(q, selection)
-    check_kl(q_i, k_i, w, q, kv, q[..., 0], keys, selection)
-    rows = (selection.index, selection.length, *row_weights(keys, real_rows, divisor, wide_dtype(q_i, k_i, w, q, kv)))
-    group = "" if head_group is None else head_group.group_name
-    flags = (scale, kl_weight, value_dim, relu, group, resolve_deterministic(deterministic), backend)
+    check_kl((q_i, k_i, w), (q, kv, q[..., 0]), keys, selection, head_group)
+    ranks = head_ranks(q, q_i, head_group)
+    weights = row_weights(keys, real_rows, divisor, wide_dtype(q_i, k_i, w, q, kv), ranks)
+    rows = (selection.index, selection.length, *weights)
+    determined = resolve_deterministic(deterministic)
+    flags = (scale, kl_weight, value_dim, relu, ranks.group, ranks.shard, determined, backend)
     inverse = fields(selection, kv.shape[0])
     return _forward(q, kv, sink, q_i, k_i, w, *rows, keys.start, keys.stop, *flags, *inverse)[:3]
 
@@ -112,6 +115,7 @@ def _forward(
     value_dim: int,
     relu: bool,
     group: str,
+    shard: int,
     deterministic: bool,
     backend: str,
     slot: Tensor | None = None,
@@ -126,13 +130,14 @@ def _forward(
     distill = kl_forward((q_i, k_i, w, q, kv), index, deterministic, _of_part("indexer_kl", backend))
     out, lse, *shares = attend(q, kv, index, length, sink, scale, value_dim)
     rows = (index, length, KeyRange(start, stop), real, divisor)
-    kl, *saved = distill(q_i, k_i, w, q, kv, lse, *rows, scale, relu, group, shares[0] if shares else None)
+    ranks = HeadRanks.of(group, shard, q, q_i)
+    kl, *saved = distill(q_i, k_i, w, q, kv, lse, *rows, scale, relu, ranks, shares[0] if shares else None)
     return out, lse, kl * kl_weight, saved[0], saved[1], saved[2]
 
 
 @_forward.register_fake
 def _(q, kv, sink, q_i, k_i, w, index, length, real, divisor, start, stop, scale, kl_weight, value_dim, *flags):
-    wide, rows = wide_dtype(q_i, k_i, w, q, kv), q.shape[0]
+    wide, rows = wide_dtype(q_i, k_i, w, q, kv), q_i.shape[0]
     lse, kl = q.new_empty(q.shape[:2], dtype=wide_dtype(q, kv)), q.new_empty((), dtype=wide)
     out, loss = q.new_empty(*q.shape[:2], value_dim), (kl.new_empty(2, rows), kl.new_empty(rows))
     return out, lse, kl, *loss, kl.new_empty(rows, index.shape[1])
@@ -163,6 +168,7 @@ def _backward(
     kl_weight: float,
     relu: bool,
     group: str,
+    shard: int,
     deterministic: bool,
     backend: str,
     slot: Tensor | None = None,
@@ -171,7 +177,8 @@ def _backward(
     choice = _choose("backward", q, kv, index, out.shape[-1], deterministic, backend)
     run = choice.function or backward_composed
     indexer, rows = (q_i, k_i, w), (index, length, joined(slot, offset), real, divisor, start, stop)
-    saved, flags = (out, lse, score_lse, mass, dscore), (scale, kl_weight, relu, group, deterministic, backend)
+    ranks, saved = HeadRanks.of(group, shard, q, q_i), (out, lse, score_lse, mass, dscore)
+    flags = (scale, kl_weight, relu, ranks, deterministic, backend)
     grads = run((grad_out, grad_kl), q, kv, sink, indexer, rows, saved, flags)
     dq, dkv, dq_i, dk_i, dw = grads
     dsink = q.new_empty(0) if sink is None else softmax.sink_gradient(out, grad_out, lse, sink)
@@ -186,9 +193,9 @@ def _(grad_out, grad_kl, q, kv, sink, q_i, k_i, w, *rest):
 
 
 def _setup(ctx, inputs, output) -> None:
-    *operands, scale, kl_weight, _, relu, group, deterministic, backend, slot, offset = inputs
+    *operands, scale, kl_weight, _, relu, group, shard, deterministic, backend, slot, offset = inputs
     out, lse, _, *of_loss = output
-    ctx.flags = (scale, kl_weight, relu, group, deterministic, backend)
+    ctx.flags = (scale, kl_weight, relu, group, shard, deterministic, backend)
     ctx.mark_non_differentiable(lse, *of_loss)
     ctx.save_for_backward(*operands, out, lse, *of_loss, slot, offset)
 
@@ -196,13 +203,13 @@ def _setup(ctx, inputs, output) -> None:
 def _autograd(ctx, grad_out, _, grad_kl, *rest):
     *saved, slot, offset = ctx.saved_tensors
     dq, dkv, dsink, *indexer = _backward(grad_out.contiguous(), grad_kl, *saved, *ctx.flags, slot, offset)
-    return dq, dkv, dsink if ctx.needs_input_grad[2] else None, *indexer, *(None,) * 15
+    return dq, dkv, dsink if ctx.needs_input_grad[2] else None, *indexer, *(None,) * 16
 
 
 _forward.register_autograd(_autograd, setup_context=_setup)
 
 
-Flags = tuple[float, float, bool, str, bool, str]  # scale, kl_weight, relu, group, deterministic, backend
+Flags = tuple[float, float, bool, HeadRanks, bool, str]  # scale, kl_weight, relu, ranks, deterministic, backend
 # index, length, their inverse, real, divisor, start, stop
 Rows = tuple[Tensor, Tensor, Inverse | None, Tensor, Tensor, Tensor, Tensor]
 
@@ -234,11 +241,12 @@ def backward_composed(
     q_i, k_i, w = indexer
     index, length, inverse, real, divisor, start, stop = rows
     out, lse, *of_loss = saved
-    scale, kl_weight, relu, group, deterministic, backend = flags
+    scale, kl_weight, relu, ranks, deterministic, backend = flags
     attend = attention_backward(q, kv, index, out.shape[-1], deterministic, _of_part("sparse_mla", backend))
     distill = kl_backward((q_i, k_i, w, q, kv), index, deterministic, _of_part("indexer_kl", backend))
     dq, dkv = attend(grad_out, q, kv, index, length, sink, out, lse, scale, deterministic, inverse)
-    row_scale, keys = torch.where(real, grad_kl * kl_weight / divisor, 0.0), KeyRange(start, stop)
+    row_scale, keys = torch.where(ranks.own(real), grad_kl * kl_weight / divisor, 0.0), KeyRange(start, stop)
     target = (q, kv, lse, index, length, keys, real, *of_loss)
-    dq_i, dk_i, dw = distill(row_scale, q_i, k_i, w, *target, scale, relu, group, deterministic, inverse)
+    inverse = inverse if ranks.shards == 1 else None  # it is of all R rows
+    dq_i, dk_i, dw = distill(row_scale, q_i, k_i, w, *target, scale, relu, ranks, deterministic, inverse)
     return dq, dkv, dq_i, dk_i, dw

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsattn.backends import ALONE, HeadRanks
 from dsattn.keys import KeyRange
 from dsattn.selection import Inverse, invert
 
@@ -24,9 +25,10 @@ _GATHERED_ROWS, _RANGED_ROWS = 17, 161
 _UNREAD = 13  # keys at the end, besides the first
 _BEYOND = 54  # keys beyond top-k that a row may read
 _OF_ROWS = ("q", "q_i", "w", "grad_out", "target")
+_OF_LOSS_ROWS = ("q_i", "w")
 _OF_KEYS = ("kv", "k", "v", "k_i")
 # Arguments whose values and shapes say nothing of what a kernel is compiled for.
-_FREE = ("scale", "block_bytes", "group", "num_keys")
+_FREE = ("scale", "block_bytes", "num_keys")
 _TOKENS_ONLY = ("scores", "score_lse")
 
 _ATTENTION, _LOSS = ("out", "lse"), ("loss", "score_lse", "mass", "dscore")
@@ -62,6 +64,8 @@ def geometry(names: tuple[str, ...], given: Arguments) -> Arguments:
 def _geometry(name: str, one: Any) -> Any:
     if isinstance(one, Tensor):
         return one.dtype, () if name in _TOKENS_ONLY else tuple(one.shape[1:])
+    if isinstance(one, HeadRanks):
+        return one.shards
     return type(one) if isinstance(one, KeyRange | Inverse) else one
 
 
@@ -92,7 +96,7 @@ def named_results(operation: str, results: Arguments, case: dict[str, Any]) -> d
     """What an implementation returned, by name, as far as it is promised."""
     found = {name: one for name, one in zip(_RESULTS[operation], results, strict=False) if one is not None}
     if operation == "indexer_kl.forward":  # rows that do not count promise nothing
-        real = case["real"]
+        real = case["ranks"].own(case["real"])
         found["score_lse"] = found["score_lse"].sum(0)  # two parts, cut anywhere
         for name in found.keys() - {"loss"}:
             found[name] = found[name][real]
@@ -112,16 +116,19 @@ class _Plan:
     stop: Tensor
     index: Tensor | None
     real: Tensor
+    ranks: HeadRanks
 
     @classmethod
     def of(cls, like: dict[str, Any]) -> "_Plan":
         index = like.get("index")
         top_k = like.get("top_k", 0) if index is None else index.shape[1]
-        start, stop, keys = _ranges_beyond(top_k) if top_k else _ranges_of_documents()
+        shards = like.get("ranks", ALONE).shards
+        start, stop, keys = _ranges_beyond(top_k, shards) if top_k else _ranges_of_documents(shards)
         picked = None if index is None else _pick(start, stop, keys, top_k)
         reads = stop > start if picked is None else (picked >= 0).any(1)
         counted = torch.arange(len(start)) % 6 != 4
-        return cls(like, keys, start, stop, picked, reads & counted if "real" in like else reads)
+        counts = reads & counted if "real" in like else reads
+        return cls(like, keys, start, stop, picked, counts, HeadRanks(shards=shards, shard=shards - 1))
 
     def make(self, name: str, one: Any) -> Any:
         """The argument of this name. one: the one that it stands for; None for what only a backward's forward takes."""
@@ -144,8 +151,8 @@ class _Plan:
             return torch.full((), 11.0, dtype=torch.float64 if one is None else one.dtype, device=device)
         if name == "lse" and "q_i" in self.like:
             return self._lse().to(one.dtype)
-        if name == "group":
-            return ""  # a check is this process's own: no rank waits for it
+        if name == "ranks":
+            return self.ranks
         return self._draw(name, one).to(device, one.dtype) if isinstance(one, Tensor) else one
 
     @property
@@ -164,7 +171,7 @@ class _Plan:
         shape = (rows, self.keys) if name == "scores" else shape
         normal = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
         if name == "row_scale":
-            return torch.where(self.real, normal.abs() / rows, 0.0)
+            return self.ranks.own(torch.where(self.real, normal.abs() / rows, 0.0)).contiguous()
         if whole:
             normal = normal.round()
             if self.like.get("precision", "bf16") != "bf16" and name in ("q", "k"):
@@ -174,7 +181,8 @@ class _Plan:
         elif name == "target":
             assert self.index is not None
             normal = torch.where(self.index >= 0, normal.abs(), 0.0)
-        return normal.masked_fill_(self._unread(name, normal), torch.nan)
+        normal = normal.masked_fill_(self._unread(name, normal), torch.nan)
+        return self.ranks.own(normal).contiguous() if name in _OF_LOSS_ROWS else normal
 
     def _unread(self, name: str, x: Tensor) -> Tensor:
         """Where nobody may read: bool, of a shape that meets x."""
@@ -209,21 +217,21 @@ def _whole_in_e4m3(x: Tensor) -> Tensor:
     return x.sign() * scale.view(-1, *[1] * (x.dim() - 1))
 
 
-def _ranges_beyond(top_k: int) -> tuple[Tensor, Tensor, int]:
-    """(start, stop, S) of rows that may read more keys than top-k, as many, fewer, one, or none."""
-    row = torch.arange(_GATHERED_ROWS)
+def _ranges_beyond(top_k: int, shards: int) -> tuple[Tensor, Tensor, int]:
+    """(start, stop, S) of rows that may read more keys than top-k, as many, fewer, one, or none. As many a shard."""
+    row = torch.arange(_GATHERED_ROWS + -_GATHERED_ROWS % shards)
     lengths = torch.tensor([top_k + _BEYOND - 2, top_k, 1, 0, top_k - 1, top_k // 2 + 1, top_k + 3])[row % 7]
     start = 1 + row % 3
     return start.int(), (start + lengths).int(), 1 + top_k + _BEYOND + _UNREAD
 
 
-def _ranges_of_documents() -> tuple[Tensor, Tensor, int]:
-    """(start, stop, S) of causal documents, one of a single row; some rows are empty."""
-    row = torch.arange(_RANGED_ROWS)
+def _ranges_of_documents(shards: int) -> tuple[Tensor, Tensor, int]:
+    """(start, stop, S) of causal documents, one of a single row; some rows are empty. As many rows a shard."""
+    row = torch.arange(_RANGED_ROWS + -_RANGED_ROWS % shards)
     first = torch.tensor([0, 60, 61, 130])
     start = 1 + first[torch.searchsorted(first, row, right=True) - 1]
     stop = torch.where(row % 19 == 5, start, row + 2)
-    return start.int(), stop.int(), 1 + _RANGED_ROWS + _UNREAD
+    return start.int(), stop.int(), 1 + len(row) + _UNREAD
 
 
 def _pick(start: Tensor, stop: Tensor, keys: int, top_k: int) -> Tensor:

@@ -30,6 +30,12 @@ def indexer_scores(q: Tensor, k: Tensor, w: Tensor, keys: KeyRange, *, relu: boo
 
 def check_indexer(q: Tensor, k: Tensor, w: Tensor, keys: KeyRange, mark: str = "") -> None:
     """Raise InputError where indexer operands do not fit together. mark: the end of the names of q and k."""
+    check_scored(q, k, w, mark)
+    check_keys(keys, f"q{mark}", q)
+
+
+def check_scored(q: Tensor, k: Tensor, w: Tensor, mark: str = "") -> None:
+    """The same of what scores are made from, whatever rows read."""
     if q.dim() != 3:
         raise InputError(f"q{mark} must be [T, H_I, D], got {list(q.shape)}; fold a batch into T")
     rows, heads, width = q.shape
@@ -37,7 +43,6 @@ def check_indexer(q: Tensor, k: Tensor, w: Tensor, keys: KeyRange, mark: str = "
         raise InputError(f"k{mark} must be [S, {width}] to meet q{mark} {list(q.shape)}, got {list(k.shape)}")
     if w.shape != (rows, heads):
         raise InputError(f"w must be [{rows}, {heads}] to meet q{mark} {list(q.shape)}, got {list(w.shape)}")
-    check_keys(keys, f"q{mark}", q)
     check_floating(**{f"q{mark}": q, f"k{mark}": k, "w": w})
 
 

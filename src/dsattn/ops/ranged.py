@@ -42,13 +42,16 @@ class RangeBlock:
                 yield run, (column_W >= self.keys.start[:, None]) & (column_W < self.keys.stop[:, None])
 
 
-def range_blocks(keys: KeyRange, num_keys: int, bytes_per_pair: int) -> Iterator[RangeBlock]:
-    """Blocks of rows, ranges cut to the keys there are. One device sync. bytes_per_pair: of a row and a key."""
+def range_blocks(keys: KeyRange, num_keys: int, bytes_per_pair: int, multiple: int = 1) -> Iterator[RangeBlock]:
+    """Blocks of rows, ranges cut to the keys there are. One device sync. bytes_per_pair: of a row and a key.
+
+    multiple: see `row_blocks`.
+    """
     device = keys.start.device
     start, stop = keys.start.clamp(min=0), keys.stop.clamp(max=num_keys)
     on_host = torch.stack([start, stop]).cpu()
     bytes_per_row = bytes_per_pair * min(max(num_keys, 1), key_runs(device))
-    for rows in row_blocks(keys.num_rows, bytes_per_row, device):
+    for rows in row_blocks(keys.num_rows, bytes_per_row, device, multiple):
         start_R, stop_R = on_host[:, rows]
         common = (int(start_R.max()), int(stop_R.min()))
         yield RangeBlock(rows, KeyRange(start[rows], stop[rows]), span(start_R, stop_R, num_keys), common)

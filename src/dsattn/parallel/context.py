@@ -9,7 +9,6 @@ The same object carries tensor and sequence parallelism, for a layer needs both 
 Losses are sums over this rank's rows over global counts, so gradients are summed over ranks, never averaged.
 """
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -159,11 +158,6 @@ class RankGroups:
         if self.check:
             self.check_equal(selection)
         return selection
-
-    def own_rows(self, selection: Selection) -> Selection:
-        """My T rows of a selection of R."""
-        index, length = self.own(selection.index), self.own(selection.length)
-        return dataclasses.replace(selection, index=index, length=length, score=None)
 
     def all_heads(self, x: Tensor) -> Tensor:
         """x [R, H, ...] of heads here -> [T, tp * H, ...]: my rows, every head. No gradient."""

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from dsattn.backends import Call
+from dsattn.backends import ALONE, Call, HeadRanks
 from dsattn.backends.cudnn import indexer_kl
 from dsattn.errors import BackendUnavailable
 from dsattn.keys import KeyRange
@@ -21,14 +21,14 @@ def forward_given(heads, index_heads, slots, target=None):
     index = torch.empty(2, slots, dtype=torch.int32)
     keys = KeyRange(*torch.zeros(2, 2, dtype=torch.int32))
     lse, real = torch.empty(2, heads), torch.ones(2, dtype=torch.bool)
-    rest = (index, index[:, 0], keys, real, torch.ones(()), 0.1, True, "")
+    rest = (index, index[:, 0], keys, real, torch.ones(()), 0.1, True, ALONE)
     return (q_i, q_i[:, 0], q_i[..., 0], q, q[:, 0], lse, *rest, target)
 
 
 def backward_given(heads, index_heads, slots):
     given = forward_given(heads, index_heads, slots)
     saved = (torch.empty(2, 2), torch.empty(2), torch.empty(2, slots))
-    return (torch.empty(2), *given[:10], *saved, 0.1, True, "", False, None)
+    return (torch.empty(2), *given[:10], *saved, 0.1, True, ALONE, False, None)
 
 
 @pytest.mark.parametrize(("generation", "major"), [("1.25.0", 9), ("1.26.0", 9), ("1.32.0", 9), ("1.32.0", 10)])
@@ -100,7 +100,7 @@ def test_determinism_is_handed_on_where_it_is(install):
     ("change", "why"),
     [
         ({12: False}, "cudnn's scores have a relu"),
-        ({13: "ranks"}, "cannot add other ranks' heads"),
+        ({13: HeadRanks("ranks")}, "cannot add other ranks' heads"),
         ({2: torch.zeros(2, 32)}, "wants w in bfloat16, got torch.float32"),
         ({4: torch.zeros(2, 2, 512, dtype=BF16)}, r"target is of bf16 keys \[S, C\]"),
     ],

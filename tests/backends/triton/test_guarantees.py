@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dsattn import settings
+from dsattn.backends import ALONE
 from dsattn.keys import KeyRange, Layout
 from dsattn.selection import Inverse, invert
 
@@ -143,9 +144,9 @@ def _indexer_kl(selected: bool, grouped: bool, x: Operands) -> None:
     kv = x.zeros(x.num_keys, *((size.groups,) if grouped else ()), size.width)
     slots = (x.index, x.length) if selected else (None, None)
     operands = (*x.indexer, x.attention, kv, x.lse, *slots, x.keys, x.real)
-    _, *saved = kernels.indexer_kl_forward(*operands, torch.ones((), device=x.device), 0.5, True, "")
+    _, *saved = kernels.indexer_kl_forward(*operands, torch.ones((), device=x.device), 0.5, True, ALONE)
     for flags in _inverses(x) if selected else ((False, None), (True, None)):
-        kernels.indexer_kl_backward(x.real.float(), *operands, *saved, 0.5, True, "", *flags)
+        kernels.indexer_kl_backward(x.real.float(), *operands, *saved, 0.5, True, ALONE, *flags)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsattn.backends import Call, settings
+from dsattn.backends import ALONE, Call, HeadRanks, settings
 from dsattn.errors import BackendUnavailable
-from dsattn.keys import Layout
+from dsattn.keys import KeyRange, Layout
 from dsattn.ops.distill_reference import backward_reference, forward_reference
 from dsattn.selection import Inverse, Selection, invert
 from dsattn.testing import (
@@ -64,16 +64,16 @@ def run(
     *,
     relu: bool = True,
     row_scale: Tensor | None = None,
-    group: str = "",
+    ranks: HeadRanks = ALONE,
     deterministic: bool = False,
     inverse: Inverse | None = None,
 ) -> Results:
     real, wide = operands[-1], operands[5].dtype
     divisor = torch.tensor(3.0, dtype=wide, device=real.device)
-    loss, *saved = functions[0](*operands, divisor, scale, relu, group)
+    loss, *saved = functions[0](*operands, divisor, scale, relu, ranks)
     if row_scale is None:
         row_scale = torch.where(real, 0.25 + torch.arange(len(real), device=real.device) % 3, 0.0)
-    grads = functions[1](row_scale.to(wide), *operands, *saved, scale, relu, group, deterministic, inverse)
+    grads = functions[1](row_scale.to(wide), *operands, *saved, scale, relu, ranks, deterministic, inverse)
     named = {"loss": loss, "score_lse": saved[0].sum(0), "mass": saved[1], "dscore": saved[2]}
     return {**named, **dict(zip(LEARNERS, grads, strict=True))}
 
@@ -302,20 +302,53 @@ def test_mixed_dtypes_meet_above(device: str) -> None:
 
 def test_target_is_summed_over_the_group(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank with the same heads: twice the mass, the same loss. The backward needs no other sum."""
-    from dsattn.backends.triton import indexer_kl_rows
-
     case = make_case(Layout.causal(8), COMMON, device=device)
     operands = operands_of(case, choose_keys(case))
     alone, asked = kernel_run(operands, case.scale), []
 
-    def double(target: Tensor, group: str) -> None:
-        asked.append(group)
-        target.mul_(2)
+    def double(ranks: HeadRanks, target: Tensor) -> Tensor:
+        asked.append(ranks)
+        return target * 2
 
-    monkeypatch.setattr(indexer_kl_rows, "sum_over_", double)
-    got = kernel_run(operands, case.scale, group="heads")
-    assert asked == ["heads"]
+    monkeypatch.setattr(HeadRanks, "total", double)
+    ranks = HeadRanks("heads")
+    got = kernel_run(operands, case.scale, ranks=ranks)
+    assert asked == [ranks]
     assert_right(got, {**{name: x.double() for name, x in alone.items()}, "mass": 2 * alone["mass"].double()})
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+@pytest.mark.parametrize("target", ["mla", "gqa"])
+def test_rows_that_ranks_share_out(device: str, target: str, shards: int) -> None:
+    """Rank i of n has all rows of attention, and rows i, i + n, ... of the indexer: the loss's parts add up.
+
+    Cut into blocks of a few rows, and with rows that do not count; each rank has every head.
+    """
+    case = make_case(Layout.packed([7, 0, 1, 5 + 16]), COMMON, device=device)
+    real = torch.arange(case.layout.num_keys, device=device) % 5 != 3
+    real &= case.keys.stop > case.keys.start
+    operands = operands_of(case, choose_keys(case), target, real=real)
+    rows = len(real) // shards * shards
+    cut = slice(0, rows)
+    *attention, index, length, _, _ = operands[3:]
+    keys = KeyRange(case.keys.start[cut], case.keys.stop[cut])
+    q, kv, lse = attention
+    of_rows = (q[cut], kv, lse[cut], index[cut], length[cut], keys, real[cut])
+    row_scale = torch.where(real, 1 + torch.arange(len(real), device=device) % 3, 0.0)[cut]
+    whole = kernel_run((case.q_i[cut], case.k_i, case.w[cut], *of_rows), case.scale, row_scale=row_scale)
+    parts = []
+    for shard in range(shards):
+        ranks = HeadRanks("", shards, shard)
+        indexer = (ranks.own(case.q_i[cut]), case.k_i, ranks.own(case.w[cut]))
+        flags = {"row_scale": ranks.own(row_scale), "ranks": ranks}
+        with settings(scratch_bytes=4 * COMMON.top_k * (shards + 1) * 3):
+            parts.append(kernel_run((*indexer, *of_rows), case.scale, **flags))
+        exact = run((forward_reference, backward_reference), (*indexer, *of_rows), case.scale, **flags)
+        assert_right(parts[-1], {name: x.double() for name, x in exact.items()})
+    got = {name: sum(part[name] for part in parts) for name in ("loss", "k_i")}
+    for name in whole.keys() - got.keys():
+        got[name] = torch.stack([part[name] for part in parts], 1).flatten(0, 1)
+    assert_right(got, {name: x.double() for name, x in whole.items()})
 
 
 def test_an_off_by_one_selection_is_seen(device: str) -> None:
@@ -454,8 +487,8 @@ def test_inside_a_cuda_graph(device: str, deterministic: bool) -> None:
     divisor, ones = torch.tensor(3.0, device=device), torch.ones(300, device=device)
 
     def step() -> tuple[Tensor, ...]:
-        loss, *saved = kernels.indexer_kl_forward(*static, divisor, cases[0].scale, True, "")
-        return loss, *kernels.indexer_kl_backward(ones, *static, *saved, cases[0].scale, True, "", deterministic)
+        loss, *saved = kernels.indexer_kl_forward(*static, divisor, cases[0].scale, True, ALONE)
+        return loss, *kernels.indexer_kl_backward(ones, *static, *saved, cases[0].scale, True, ALONE, deterministic)
 
     step()
     torch.cuda.synchronize()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsattn import settings
+from dsattn.backends import ALONE, HeadRanks
 from dsattn.keys import KeyRange, Layout
 from dsattn.ops.distill_reference import backward_reference, forward_reference
 from dsattn.testing import (
@@ -59,15 +60,15 @@ def run(
     *,
     relu: bool = True,
     row_scale: Tensor | None = None,
-    group: str = "",
+    ranks: HeadRanks = ALONE,
 ) -> Results:
     real, wide = operands[-1], operands[5].dtype
     divisor = torch.tensor(3.0, dtype=wide, device=real.device)
-    loss, *saved = functions[0](*operands, divisor, scale, relu, group)
-    assert saved[2].shape == (len(real), 0)
+    loss, *saved = functions[0](*operands, divisor, scale, relu, ranks)
+    assert saved[2].shape == (len(operands[0]), 0)
     if row_scale is None:
         row_scale = torch.where(real, 0.25 + torch.arange(len(real), device=real.device) % 3, 0.0)
-    grads = functions[1](row_scale.to(wide), *operands, *saved, scale, relu, group, True)
+    grads = functions[1](row_scale.to(wide), *operands, *saved, scale, relu, ranks, True)
     named = {"loss": loss, "score_lse": saved[0].sum(0), "mass": saved[1]}
     return {**named, **dict(zip(LEARNERS, grads, strict=True))}
 
@@ -211,20 +212,53 @@ def test_blocks_and_shares_of_rows(device: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_target_is_summed_over_the_group(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank with the same heads: twice the mass, the same loss and gradients."""
-    from dsattn.backends.triton import indexer_kl_rows
-
     case = make_case(Layout.causal(8), COMMON, device=device)
     operands = operands_of(case)
     alone, asked = kernel_run(operands, case.scale), []
 
-    def double(target: Tensor, group: str) -> None:
-        asked.append(group)
-        target.mul_(2)
+    def double(ranks: HeadRanks, target: Tensor) -> Tensor:
+        asked.append(ranks)
+        return target * 2
 
-    monkeypatch.setattr(indexer_kl_rows, "sum_over_", double)
-    got = kernel_run(operands, case.scale, group="heads")
-    assert asked == ["heads", "heads"]  # the backward makes it again
+    monkeypatch.setattr(HeadRanks, "total", double)
+    ranks = HeadRanks("heads")
+    got = kernel_run(operands, case.scale, ranks=ranks)
+    assert asked == [ranks, ranks]  # the backward makes it again
     assert_right(got, {**{name: x.double() for name, x in alone.items()}, "mass": 2 * alone["mass"].double()})
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+@pytest.mark.parametrize("target", ["mla", "gqa"])
+def test_rows_that_ranks_share_out(device: str, target: str, shards: int) -> None:
+    """Rank i of n has all rows of attention, and rows i, i + n, ... of the indexer: the loss's parts add up.
+
+    Cut into blocks of a few rows, and with rows that do not count; each rank has every head.
+    """
+    case = make_case(Layout.packed([7, 0, 1, 5 + 16], padded=[7, 2, 1, 26]), COMMON, device=device)
+    real = torch.arange(case.layout.num_keys, device=device) % 5 != 3
+    real &= case.keys.stop > case.keys.start
+    operands = operands_of(case, target, real=real)
+    rows = len(real) // shards * shards
+    cut = slice(0, rows)
+    *attention, _, _, _, _ = operands[3:]
+    keys = KeyRange(case.keys.start[cut], case.keys.stop[cut])
+    q, kv, lse = attention
+    of_rows = (q[cut], kv, lse[cut], None, None, keys, real[cut])
+    row_scale = torch.where(real, 1 + torch.arange(len(real), device=device) % 3, 0.0)[cut]
+    whole = kernel_run((case.q_i[cut], case.k_i, case.w[cut], *of_rows), case.scale, row_scale=row_scale)
+    parts = []
+    for shard in range(shards):
+        ranks = HeadRanks("", shards, shard)
+        indexer = (ranks.own(case.q_i[cut]), case.k_i, ranks.own(case.w[cut]))
+        flags = {"row_scale": ranks.own(row_scale), "ranks": ranks}
+        with settings(scratch_bytes=(shards + 2) * 4 * 64 * 3):
+            parts.append(kernel_run((*indexer, *of_rows), case.scale, **flags))
+        exact = run((forward_reference, backward_reference), (*indexer, *of_rows), case.scale, **flags)
+        assert_right(parts[-1], {name: x.double() for name, x in exact.items()})
+    got = {name: sum(part[name] for part in parts) for name in ("loss", "k_i")}
+    for name in whole.keys() - got.keys():
+        got[name] = torch.stack([part[name] for part in parts], 1).flatten(0, 1)
+    assert_right(got, {name: x.double() for name, x in whole.items()})
 
 
 def test_an_off_by_one_range_is_seen(device: str) -> None:
@@ -283,8 +317,8 @@ def test_waits_for_no_host(device: str) -> None:
     operands, divisor, ones = operands_of(case, "gqa"), torch.tensor(3.0, device=device), torch.ones(300, device=device)
 
     def step() -> tuple[Tensor, ...]:
-        loss, *saved = kernels.indexer_kl_forward(*operands, divisor, case.scale, True, "")
-        return loss, *kernels.indexer_kl_backward(ones, *operands, *saved, case.scale, True, "", True)
+        loss, *saved = kernels.indexer_kl_forward(*operands, divisor, case.scale, True, ALONE)
+        return loss, *kernels.indexer_kl_backward(ones, *operands, *saved, case.scale, True, ALONE, True)
 
     expected = step()
     torch.cuda.synchronize()

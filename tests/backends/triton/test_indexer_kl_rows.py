@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsattn.backends import ALONE
 from dsattn.keys import KeyRange
 
 rows = pytest.importorskip("dsattn.backends.triton.indexer_kl_rows", exc_type=ImportError)
@@ -98,7 +99,7 @@ def test_target_of_a_block_in_the_middle(device: str) -> None:
     begin, end = torch.full((9,), 5), torch.tensor([9, 9, 9, 9, 61, 5, 70, 9, 9])
     lines = rows.Lines(begin.int().to(device), end.int().to(device), None, 70)
     target = torch.full((3, 128), NAN, device=device)
-    rows.fill_target(q, kv, lse, lines, 0.3, "", slice(4, 7), target)
+    assert rows.target_of(q, kv, lse, lines, 0.3, ALONE, slice(4, 7), target) is target
     logits = 0.3 * torch.einsum("thc,shc->ths", q.double(), kv.double().repeat_interleave(3, 1))
     shift = lse.double().masked_fill(lse == -INF, 0)
     expected = (logits - shift[..., None]).exp().sum(1)[4:7]
@@ -120,7 +121,7 @@ def test_queries_beyond_two_to_the_31(device: str) -> None:
     begin, end = (torch.full((count,), value, dtype=torch.int32, device=device) for value in (0, 300))
     lines = rows.Lines(begin, end, None, 300)
     target = torch.empty(2, 320, device=device)
-    rows.fill_target(q, kv, lse, lines, 0.05, "", slice(count - 2, count), target)
+    rows.target_of(q, kv, lse, lines, 0.05, ALONE, slice(count - 2, count), target)
     expected = (0.05 * torch.einsum("thc,sc->ths", q[-2:].double(), kv.double()) - 3).exp().sum(1)
     torch.testing.assert_close(target[:, :300].double(), expected, rtol=1e-4, atol=1e-6)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsattn.backends import Call, unmet
+from dsattn.backends import ALONE, Call, HeadRanks, unmet
 from dsattn.backends.cudnn import frontend
 from dsattn.backends.vendors import version_of
 from dsattn.errors import BackendUnavailable
@@ -57,14 +57,14 @@ def indexer_kl_forward(
     divisor: Tensor,
     scale: float,
     relu: bool,
-    group: str,
+    ranks: HeadRanks,
     target: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, score_lse [2, T], mass [T], dscore [T, K]): the arguments of the reference's forward.
 
     The mass is that of heads whose `lse` is over the selected keys: one each.
     """
-    _check((q_i, k_i, w), relu, group)
+    _check((q_i, k_i, w), relu, ranks)
     empty = index < 0
     share = shares_of_scores((q_i, k_i, w), index, length)
     if target is None:
@@ -98,7 +98,7 @@ def indexer_kl_backward(
     dscore: Tensor,
     scale: float,
     relu: bool,
-    group: str,
+    ranks: HeadRanks,
     deterministic: bool,
     inverse: Inverse | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,7 +107,8 @@ def indexer_kl_backward(
     The kernel's gradient is linear in the target: a row's scale goes there, and the sign that all rows have in common
     into the gradient of the loss. Rows that give nothing hold no key.
     """
-    _check((q_i, k_i, w), relu, "")
+    _check((q_i, k_i, w), relu, ALONE)
+    index, length = ranks.own(index), ranks.own(length)
     live = (row_scale != 0) & (mass != 0)
     index = index.masked_fill(~live[:, None], -1)
     empty = index < 0
@@ -188,10 +189,10 @@ def _score_lse(indexer: tuple[Tensor, Tensor, Tensor], index: Tensor, share: Ten
     return torch.stack([torch.where(live, score, 0.0), torch.where(live, rest, -math.inf)])
 
 
-def _check(indexer: tuple[Tensor, Tensor, Tensor], relu: bool, group: str) -> None:
+def _check(indexer: tuple[Tensor, Tensor, Tensor], relu: bool, ranks: HeadRanks) -> None:
     if not relu:
         raise BackendUnavailable("indexer_kl: cudnn's scores have a relu; use backend='triton' or 'reference'")
-    if group:
+    if ranks != ALONE:
         raise BackendUnavailable("indexer_kl: cudnn cannot add other ranks' heads to the target; use backend='triton'")
     if indexer[2].dtype != torch.bfloat16:
         raise BackendUnavailable(f"indexer_kl: cudnn wants w in bfloat16, got {indexer[2].dtype}")

@@ -5,8 +5,8 @@ a row's keys tile by tile, sums dq and dw in registers, and scatters dk. By atom
 run of rows after run of rows, every slot's part of dk is written, in the operands' dtype or as `settings` ask, and all
 are summed by key in the order of the slots.
 Memory beside operands and results: the forward takes 4 T K bytes for dKL/dI, saved, and at most SCRATCH_BYTES for the
-target; the backward 4 S D bytes for dk and, deterministic, at most SCRATCH_BYTES and, without an inverse of the
-selection, what `invert` takes for a run and 4 bytes for each of its slots.
+target, of all ranks' rows, and its sum; the backward 4 S D bytes for dk and, deterministic, at most SCRATCH_BYTES and,
+without an inverse of the selection, what `invert` takes for a run and 4 bytes for each of its slots.
 Letters: T query rows, S keys, H_I / D indexer heads / width, K kept keys; tiles: N slots, P padded heads.
 """
 
@@ -17,17 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsattn.backends import Call, contribution_dtype, scratch_bytes, unmet
+from dsattn.backends import Call, HeadRanks, contribution_dtype, scratch_bytes, unmet
 from dsattn.backends.triton.chunks import meet
 from dsattn.backends.triton.indexer_kl_dense import ranges_backward, ranges_forward
 from dsattn.backends.triton.indexer_kl_rows import (
     Lines,
     fill_dscore,
     fill_loss,
-    fill_target,
     lines_of,
     row_blocks,
-    sum_over_,
+    target_of,
 )
 from dsattn.backends.triton.invert import slots_of_run
 from dsattn.backends.triton.launch import launch
@@ -73,12 +72,12 @@ def indexer_kl_forward(
     divisor: Tensor,
     scale: float,
     relu: bool,
-    group: str,
+    ranks: HeadRanks,
     target: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, score_lse [2, T], mass [T], dscore [T, K]) of `forward_reference`, in fp32; dscore is [T, 0] for ranges.
 
-    target: [T, K] fp32, of selected keys, where somebody has it already.
+    target: [R, K] fp32, of selected keys and this rank's heads, where somebody has it already.
     Raises BackendUnavailable where any operand is fp64.
     """
     _refuse_fp64(q_i, k_i, w, q, kv, lse)
@@ -95,9 +94,9 @@ def indexer_kl_forward(
         return loss.sum() / divisor, score_lse, mass, dscore.zero_()
     with torch.cuda.device_of(q):
         if index is None:
-            ranges_forward((q_i, k_i, w), (q, kv, lse.contiguous()), lines, scale, relu, group, row_values)
+            ranges_forward((q_i, k_i, w), (q, kv, lse.contiguous()), lines, scale, relu, ranks, row_values)
         else:
-            made_from = (q, kv, lse.contiguous(), lines, scale, group)
+            made_from = (q, kv, lse.contiguous(), lines, scale, ranks)
             _selected_forward((q_i, k_i, w.contiguous()), made_from, target, relu, dscore, score_lse, row_values)
     return loss.sum() / divisor, score_lse, mass, dscore
 
@@ -119,7 +118,7 @@ def indexer_kl_backward(
     dscore: Tensor,
     scale: float,
     relu: bool,
-    group: str,
+    ranks: HeadRanks,
     deterministic: bool,
     inverse: Inverse | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,8 +135,9 @@ def indexer_kl_backward(
         if lines.index is None:
             target = (*meet(q=q, kv=kv), lse.contiguous())
             saved = (row_scale, score_lse.contiguous(), mass.contiguous())
-            dk = ranges_backward((q_i, k_i, w), target, lines, scale, relu, group, saved, (dq, dw))
+            dk = ranges_backward((q_i, k_i, w), target, lines, scale, relu, ranks, saved, (dq, dw))
         else:
+            lines, length = lines.own(ranks), None if length is None else ranks.own(length)
             # A row that weighs nothing has no slots: it gives exact zeros, whatever it holds.
             teaches = (row_scale != 0) & (mass != 0)
             lines = lines._replace(end=torch.where(teaches, lines.end, 0))
@@ -153,7 +153,7 @@ def _refuse_fp64(*operands: Tensor) -> None:
 
 def _selected_forward(
     indexer: tuple[Tensor, Tensor, Tensor],
-    made_from: tuple[Tensor, Tensor, Tensor, Lines, float, str],
+    made_from: tuple[Tensor, Tensor, Tensor, Lines, float, HeadRanks],
     target: Tensor | None,
     relu: bool,
     dscore: Tensor,
@@ -161,21 +161,19 @@ def _selected_forward(
     row_values: tuple[Tensor, ...],
 ) -> None:
     """Scores stand in dscore until they become it. made_from: what the target is made from, where none is given."""
-    q, kv, lse, lines, scale, group = made_from
+    ranks, mine = made_from[-1], made_from[3].own(made_from[-1])
     rows, top_k = dscore.shape
-    blocks = row_blocks(rows, 4 * top_k, scratch_bytes(SCRATCH_BYTES))
-    scratch = dscore.new_empty(blocks[0].stop, top_k)
-    _fill_scores(*indexer, lines, relu, dscore)
+    blocks = row_blocks(rows, 4 * top_k * ranks.tables, scratch_bytes(SCRATCH_BYTES))
+    scratch = dscore.new_empty(ranks.all_rows(blocks[0]).stop if target is None else 0, top_k)
+    _fill_scores(*indexer, mine, relu, dscore)
     for block in blocks:
-        part = scratch[: block.stop - block.start]
+        every = ranks.all_rows(block)
         if target is None:
-            fill_target(q, kv, lse, lines, scale, group, block, part)
-        elif group:
-            sum_over_(part.copy_(target[block]), group)
+            part = target_of(*made_from, block, scratch[: every.stop - every.start])
         else:
-            part = target[block].contiguous()
-        fill_loss(dscore[block], part, lines, block, row_values)
-        fill_dscore(dscore[block], part, lines, block, score_lse, row_values[3])
+            part = ranks.total(ranks.deal(target[every].contiguous()))
+        fill_loss(dscore[block], part, mine, block, row_values)
+        fill_dscore(dscore[block], part, mine, block, score_lse, row_values[3])
 
 
 def _fill_scores(q_i: Tensor, k_i: Tensor, w: Tensor, lines: Lines, relu: bool, score: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The indexer's loss over ranges of keys, in blocks of rows whose target and scores [rows, S] fit into SCRATCH_BYTES.
+"""The indexer's loss over ranges of keys, in blocks of rows whose targets and scores [rows, S] fit into SCRATCH_BYTES.
 
 The backward makes both again, turns them into dKL/dI, and multiplies twice: a program of `_query_kernel` sums dq and dw
 of a few rows over their keys, one of `_key_kernel` sums dk of a tile of keys over a share of the block's rows. No
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsattn.backends import scratch_bytes
-from dsattn.backends.triton.indexer_kl_rows import Lines, fill_dscore, fill_loss, fill_target, hull, row_blocks
+from dsattn.backends import HeadRanks, scratch_bytes
+from dsattn.backends.triton.indexer_kl_rows import Lines, fill_dscore, fill_loss, hull, row_blocks, target_of
 from dsattn.backends.triton.launch import launch
 from dsattn.backends.triton.select_scores import score_rows
 
@@ -53,26 +53,28 @@ class _Cut(NamedTuple):
 
 def ranges_forward(
     indexer: tuple[Tensor, Tensor, Tensor],
-    target_of: tuple[Tensor, Tensor, Tensor],
+    attention: tuple[Tensor, Tensor, Tensor],
     lines: Lines,
     scale: float,
     relu: bool,
-    group: str,
+    ranks: HeadRanks,
     row_values: tuple[Tensor, ...],
 ) -> None:
-    """Fill row_values: loss [T], peak [T], rest [T], mass [T]. indexer: q_i, k_i, w; target_of: q, kv, lse."""
-    for block, scores, target in _buffers(indexer[0].shape[0], lines):
-        _fill(indexer, target_of, lines, scale, relu, group, block, scores, target)
-        fill_loss(scores, target, lines, block, row_values)
+    """Fill row_values: loss [T], peak [T], rest [T], mass [T]. indexer: q_i, k_i, w; attention: q, kv, lse."""
+    made_from, mine = (*attention, lines, scale, ranks), lines.own(ranks)
+    for block, scores, scratch in _buffers(indexer[0].shape[0], lines, ranks):
+        _fill_scores(indexer, mine, relu, block, scores)
+        target = target_of(*made_from, block, scratch)
+        fill_loss(scores, target, mine, block, row_values)
 
 
 def ranges_backward(
     indexer: tuple[Tensor, Tensor, Tensor],
-    target_of: tuple[Tensor, Tensor, Tensor],
+    attention: tuple[Tensor, Tensor, Tensor],
     lines: Lines,
     scale: float,
     relu: bool,
-    group: str,
+    ranks: HeadRanks,
     saved: tuple[Tensor, Tensor, Tensor],
     grads: tuple[Tensor, Tensor],
 ) -> Tensor:
@@ -80,14 +82,16 @@ def ranges_backward(
     q_i, k_i, w = indexer
     row_scale, score_lse, mass = saved
     dq, dw = grads
-    assert lines.begin is not None
+    made_from, mine = (*attention, lines, scale, ranks), lines.own(ranks)
+    assert mine.begin is not None
     tiles = EXACT_TILES if q_i.dtype == torch.float32 else KEY_TILES
     shares = _shares(triton.cdiv(k_i.shape[0], tiles.keys), k_i.device)
     dk = torch.zeros(shares, *k_i.shape, dtype=torch.float32, device=k_i.device)
-    for block, scores, target in _buffers(q_i.shape[0], lines):
-        _fill(indexer, target_of, lines, scale, relu, group, block, scores, target)
-        fill_dscore(scores, target, lines, block, score_lse, mass, row_scale)
-        begin, end = lines.begin[block], lines.end[block]
+    for block, scores, scratch in _buffers(q_i.shape[0], lines, ranks):
+        _fill_scores(indexer, mine, relu, block, scores)
+        target = target_of(*made_from, block, scratch)
+        fill_dscore(scores, target, mine, block, score_lse, mass, row_scale)
+        begin, end = mine.begin[block], mine.end[block]
         idle = begin >= end
         cut = _Cut(
             q_i[block].masked_fill(idle[:, None, None], 0), w[block].masked_fill(idle[:, None], 0), scores, begin, end
@@ -97,29 +101,26 @@ def ranges_backward(
     return dk.sum(0)
 
 
-def _buffers(rows: int, lines: Lines) -> list[tuple[slice, Tensor, Tensor]]:
-    """Each block of rows with its scores and target [rows, line]: parts of two buffers that all blocks share."""
+def _buffers(rows: int, lines: Lines, ranks: HeadRanks) -> list[tuple[slice, Tensor, Tensor]]:
+    """Each block of my rows with its scores [rows, line] and every rank's part of their targets.
+
+    Parts of two buffers that all blocks share.
+    """
     line = triton.cdiv(lines.columns, 64) * 64
-    blocks = row_blocks(rows, 2 * 4 * line, scratch_bytes(SCRATCH_BYTES), _TILE_ROWS)
-    scores, target = (torch.empty(blocks[0].stop, line, dtype=torch.float32, device=lines.end.device) for _ in range(2))
-    return [(block, scores[: block.stop - block.start], target[: block.stop - block.start]) for block in blocks]
+    blocks = row_blocks(rows, (1 + ranks.tables) * 4 * line, scratch_bytes(SCRATCH_BYTES), _TILE_ROWS)
+    most = blocks[0].stop
+    whole = torch.empty((1 + ranks.shards) * most, line, dtype=torch.float32, device=lines.end.device)
+    scores, targets = whole[:most], whole[most:]
+    sizes = [block.stop - block.start for block in blocks]
+    return [(block, scores[:n], targets[: n * ranks.shards]) for block, n in zip(blocks, sizes, strict=True)]
 
 
-def _fill(
-    indexer: tuple[Tensor, Tensor, Tensor],
-    target_of: tuple[Tensor, Tensor, Tensor],
-    lines: Lines,
-    scale: float,
-    relu: bool,
-    group: str,
-    block: slice,
-    scores: Tensor,
-    target: Tensor,
+def _fill_scores(
+    indexer: tuple[Tensor, Tensor, Tensor], lines: Lines, relu: bool, block: slice, scores: Tensor
 ) -> None:
     q_i, k_i, w = indexer
     assert lines.begin is not None
     score_rows(q_i, k_i, w, lines.begin, lines.end, relu, scores, block.start)
-    fill_target(*target_of, lines, scale, group, block, target)
 
 
 def _geometry(q_i: Tensor, relu: bool, tiles: Tiles) -> dict[str, int]:

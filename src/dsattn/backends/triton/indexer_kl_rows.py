@@ -3,6 +3,7 @@
 A row of a block has a line of columns in fp32 buffers: its slots where keys are selected, every key where they are not.
 The columns from `begin` to `end` count; what stands elsewhere is never read. A tile of the target is one product of
 keys with (rows x heads) columns, whose heads are summed in registers: nothing of size [rows, H, columns] exists.
+Where ranks share rows out, the target is made of all ranks' rows, in the order in which a reduce-scatter takes them.
 Letters: T query rows, H attention heads, G groups, C key width, K kept keys; tiles: N keys, R rows, A = R x heads.
 """
 
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsattn.backends import HeadRanks
 from dsattn.backends.triton.chunks import LOG2_E, shared_bytes
 from dsattn.backends.triton.launch import launch
 from dsattn.keys import KeyRange
@@ -44,6 +46,11 @@ class Lines(NamedTuple):
     end: Tensor
     index: Tensor | None
     columns: int
+
+    def own(self, ranks: HeadRanks) -> "Lines":
+        """Of my rows, these being all ranks'."""
+        begin, index = (None if x is None else ranks.own(x).contiguous() for x in (self.begin, self.index))
+        return Lines(begin, ranks.own(self.end).contiguous(), index, self.columns)
 
 
 def lines_of(index: Tensor | None, length: Tensor | None, keys: KeyRange, real: Tensor, num_keys: int) -> Lines:
@@ -98,10 +105,12 @@ def _target_kernel(
     HEADS: tl.constexpr,
     CHUNK: tl.constexpr,
     BAND: tl.constexpr,
+    SHARDS: tl.constexpr,
 ):
     """target[row, column] = sum_h exp(scale q_h . k - lse_h) of ROWS rows and KEYS columns; 0 in holes.
 
-    first_row: of the block, whose first line is target's first. With an index, ROWS is 1 and its line is K.
+    first_row: of the block, whose first line is target's first; its rows are dealt to SHARDS runs of lines, in turn.
+    With an index, ROWS is 1 and its line is K.
     """
     SHARE: tl.constexpr = H // G
     HEAD_TILES: tl.constexpr = (SHARE + HEADS - 1) // HEADS
@@ -156,8 +165,12 @@ def _target_kernel(
         else:
             total_NR += tl.sum(tl.reshape(p_NA, (KEYS, ROWS, HEADS)), 2)
     counts_NR = (column_N[:, None] >= begin_R[None, :]) & (column_N[:, None] < end_R[None, :])
-    target += (tile * ROWS).to(tl.int64) * line
-    out_NR = target + (tl.arange(0, ROWS) * line)[None, :] + column_N[:, None]
+    if SHARDS == 1:
+        target += (tile * ROWS).to(tl.int64) * line
+        place_R = tl.arange(0, ROWS)
+    else:
+        place_R = (line_R % SHARDS * (rows // SHARDS) + line_R // SHARDS).to(tl.int64)
+    out_NR = target + (place_R * line)[None, :] + column_N[:, None]
     tl.store(out_NR, tl.where(live_N[:, None], total_NR, 0.0), mask=counts_NR)
 
 
@@ -247,22 +260,24 @@ def _dscore_kernel(
     tl.store(score + place_B, dscore_B, mask=column_B < columns)
 
 
-def fill_target(
-    q: Tensor, kv: Tensor, lse: Tensor, lines: Lines, scale: float, group: str, block: slice, target: Tensor
-) -> None:
-    """target [rows of block, line] = sum_h exp(scale q . k - lse), over the heads of every rank of `group`.
+def target_of(
+    q: Tensor, kv: Tensor, lse: Tensor, lines: Lines, scale: float, ranks: HeadRanks, block: slice, scratch: Tensor
+) -> Tensor:
+    """[rows of block, line]: sum_h exp(scale q . k - lse) of a block of my rows, over the heads of every rank.
 
-    q: [T, H, C] and kv: [S, C] or [S, G, C] of one dtype, contiguous; lse: [T, H].
+    q: [R, H, C], R as in `HeadRanks`, and kv: [S, C] or [S, G, C] of one dtype, contiguous; lse: [R, H]; lines: of R.
+    scratch: [rows of block on all ranks, line] fp32; what is returned where one rank has every head.
     """
-    (_, heads, width), rows = q.shape, block.stop - block.start
+    (_, heads, width), every = q.shape, ranks.all_rows(block)
+    rows = every.stop - every.start
     groups = 1 if kv.dim() == 2 else kv.shape[1]
     tiles = target_tiles(heads // groups, width, q.dtype, lines.index is not None, shared_bytes(q.device))
     row_tiles, column_tiles = triton.cdiv(rows, tiles.rows), triton.cdiv(lines.columns, tiles.keys)
     launch(
         _target_kernel,
         (triton.cdiv(row_tiles, tiles.band) * tiles.band * column_tiles,),
-        *(q, kv, lse, lines.index, lines.begin, lines.end, target),
-        *(scale, block.start, rows, row_tiles, target.shape[1], column_tiles),
+        *(q, kv, lse, lines.index, lines.begin, lines.end, scratch),
+        *(scale, every.start, rows, row_tiles, scratch.shape[1], column_tiles),
         H=heads,
         G=groups,
         C=width,
@@ -271,17 +286,11 @@ def fill_target(
         HEADS=tiles.heads,
         CHUNK=tiles.chunk,
         BAND=tiles.band,
+        SHARDS=ranks.shards,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    if group:
-        sum_over_(target, group)
-
-
-def sum_over_(target: Tensor, group: str) -> None:
-    """target becomes its sum over the ranks of the process group. What no row reads may be anything."""
-    summed = torch.ops._c10d_functional.all_reduce(target, "sum", group)
-    target.copy_(torch.ops._c10d_functional.wait_tensor(summed))
+    return ranks.total(scratch)
 
 
 def target_tiles(share: int, width: int, dtype: torch.dtype, selected: bool, shared: int) -> Tiles:
