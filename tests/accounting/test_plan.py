@@ -144,7 +144,6 @@ def test_peaks_are_those_measured(model, mode, policy, dtype):
 
 MESHES = {
     "tp": ("mla", "sparse", "none", "float32", {"tp": 2}),
-    "tp, warm-up": ("mla", "warmup", "none", "float32", {"tp": 2}),
     "ep": ("experts", "dense", "none", "float32", {"cp": 2, "ep": 2}),
     "cp": ("mla", "sparse", "none", "bfloat16", {"cp": 2}),
     "cp, again": ("mla", "sparse", "full", "float32", {"cp": 2}),
