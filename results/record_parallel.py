@@ -3,7 +3,8 @@
     python results/record_parallel.py --commit "$(git rev-parse HEAD)" >> results/parallel.jsonl
 
 One line of JSON a case, written when it is done: one process, then two with dp_shard, cp, tp and pp 2, all with the
-same packs and weights; one process and dp_shard 2 with `train.compile`, too. First in bfloat16 on long packs, for
+same packs and weights, in sparse training; one process and dp_shard 2 with `train.compile`, too; one process and tp 2
+in the warm-up. First in bfloat16 on long packs, for
 speed; then in fp32 on shorter packs and fewer layers.
 Losses and gradient norms must be those of one process to 1e-5 in fp32, to 1e-2 in bfloat16, in every step.
 Short runs side by side compile the kernels; then one `torchrun` goes through all cases. A case that fails, or takes
@@ -39,7 +40,7 @@ import torch
 from record_run import driver
 
 from dsattn import Layout, __version__
-from dsattn.config import ParallelConfig, TrainConfig
+from dsattn.config import Mode, ParallelConfig, TrainConfig
 from dsattn.parallel.apply import apply
 from dsattn.parallel.mesh import ParallelMesh, build_mesh, processes
 from dsattn.training import consensus
@@ -56,8 +57,11 @@ CASES: dict[str, dict[str, Any]] = {
     "cp 2": {"cp": 2},
     "tp 2": {"tp": 2},
     "pp 2": {"pp": 2},
+    "one, warm-up": {},
+    "tp 2, warm-up": {"tp": 2},
 }
-WARM = ("one", "tp 2")  # kernels of the others are compiled with those of these
+ALONE = ("one", "one, warm-up")  # to which the others of their mode are compared
+WARM = ("one", "tp 2", "one, warm-up", "tp 2, warm-up")  # kernels of the others are compiled with those of these
 BAR = {"float32": 1e-5, "bfloat16": 1e-2}
 PACKS = 2
 LINES = 20  # of what a rank said last
@@ -78,6 +82,10 @@ class Job:
     def __str__(self) -> str:
         return f"{self.case}, {self.dtype}"
 
+    @property
+    def mode(self) -> Mode:
+        return "warmup" if "warm-up" in self.case else "sparse"
+
 
 def main() -> int:
     options = arguments()
@@ -90,16 +98,16 @@ def main() -> int:
     jobs = planned(options)
     if not options.no_warm_up:
         warm_up(jobs, options, end)
-    ones: dict[str, dict[str, Any]] = {}
+    ones: dict[tuple[str, str], dict[str, Any]] = {}
     wrong = False
     while jobs and time.monotonic() < end:
         done = 0
         for record, job in zip(launched(jobs, options, options.seconds, end), jobs, strict=False):
             done += 1
-            if job.case == "one":
-                ones[job.dtype] = record
-            elif job.dtype in ones:
-                record |= beside(record, ones[job.dtype])
+            if job.case in ALONE:
+                ones[job.dtype, job.mode] = record
+            elif one := ones.get((job.dtype, job.mode)):
+                record |= beside(record, one)
                 wrong |= not all(apart <= BAR[job.dtype] for apart in record["apart"].values())
             print(json.dumps({"op": "parallel", "case": job.case, **record, **facts}), flush=True)
         wrong |= done < len(jobs)
@@ -243,7 +251,7 @@ def run(job: Job, device: torch.device) -> dict[str, Any]:
 def measured(job: Job, mesh: ParallelMesh) -> dict[str, Any]:
     recipe, device = RECIPES[job.recipe](), mesh.device
     model = dataclasses.replace(recipe.model, num_layers=job.layers or recipe.model.num_layers)
-    stage = next(one for one in recipe.train.stages if one.mode == "sparse")
+    stage = next(one for one in recipe.train.stages if one.mode == job.mode)
     settings: dict[str, Any] = {"packs_per_step": PACKS, "packs_per_micro_batch": 1, "recompute": "selective"}
     train = TrainConfig(stages=(stage,), dtype=job.dtype, compile="compiled" in job.case, **settings)
     on_gpu = device.type == "cuda"
@@ -277,6 +285,7 @@ def measured(job: Job, mesh: ParallelMesh) -> dict[str, Any]:
     timed = found["seconds"][1:] or found["seconds"]
     shape = {"T": job.tokens, "packs_per_step": PACKS, "layers": model.num_layers, "dtype": job.dtype}
     return {
+        "mode": stage.mode,
         "mesh": {name: mesh.size(name) for name in ("dp_shard", "cp", "tp", "pp")},
         "shape": {
             **shape,
