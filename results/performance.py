@@ -40,8 +40,8 @@ PARALLEL = """## Two GPUs beside one
 
 `python results/record_parallel.py`: the recipe `small`, the same packs and weights, two H200s over NCCL, in sparse
 training but where a warm-up is named. `x`: times one GPU's tokens/s. `apart`: the largest relative distance to one GPU
-in any step. Of the time that a GPU's kernels take in a profiled step: what NCCL's wait for the other GPU, what they move
-data for, and what of that its other kernels cover. A step is two packs: a pipeline of two idles for a third of it.
+in any step. Of the time that a GPU's kernels take in a profiled step: what NCCL's wait for the other GPU, what they
+move data for, and what of that its other kernels cover. A step is two packs: a pipeline of two idles for a third of it.
 
 """
 
