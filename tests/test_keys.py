@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dsattn.errors import InputError
-from dsattn.keys import KeyRange, Layout
+from dsattn.keys import REACH_ROWS, KeyRange, Layout
 from dsattn.ops import select_topk
 
 
@@ -452,6 +452,50 @@ def test_copy_refuses(mine: Layout, other: Layout, says: str) -> None:
 def test_copy_never_wins_a_certificate() -> None:
     static = Layout.packed([7], total=8).copy_(Layout.packed([8]))
     assert not static.every_row_has_a_key
+
+
+REACHING = {
+    "packed": Layout.packed([100, 0, 300, 1]),
+    "left padding": Layout.packed([100, 0, 300], padded=[130, 256, 310], total=800, side="left"),
+    "context parallel": Layout.packed([500, 70], padded=[512, 80], total=640, cp_size=2, cp_rank=1),
+    "batch": Layout.causal(200, batch=3),
+    "mask": Layout.from_attention_mask(torch.ones(2, 150)),
+    "last": Layout.causal(300).last(7),
+    "nothing": Layout.packed([]),
+    "padding": Layout.packed([0], total=130),
+}
+
+
+@pytest.mark.parametrize("name", REACHING)
+def test_reach_is_that_of_runs_of_rows(name: str) -> None:
+    """And it is on the host, wherever the ranges are."""
+    layout = REACHING[name]
+    keys, reach = layout.keys, layout.to("meta").keys.reach
+    assert reach is not None
+    assert reach.device.type == "cpu"
+    assert reach.dtype == torch.int32
+    runs = range(0, keys.num_rows, REACH_ROWS)
+    assert len(reach) == len(runs)
+    for (first, stop), run in zip(reach.tolist(), runs, strict=True):
+        read = keys.row_slice(run, run + REACH_ROWS).mask(layout.num_keys).any(0).nonzero().flatten().tolist()
+        if name == "last":  # wider than it need be
+            assert first <= read[0]
+            assert stop == read[-1] + 1
+        else:
+            assert [first, stop] == [read[0], read[-1] + 1] if read else first == stop
+
+
+def test_reach_is_never_that_of_other_ranges() -> None:
+    layout = Layout.packed([100, 300])
+    keys = layout.keys
+    assert keys.reach is not None
+    assert keys.row_slice(1, 9).reach is None
+    assert dataclasses.replace(keys, stop=keys.stop + 1).reach is None
+    assert KeyRange(keys.start, keys.stop).reach is None
+    assert layout.deal_rows(0, 2).keys.reach is None
+    assert layout.deal_rows(0, 2).whole.keys.reach is keys.reach
+    other = Layout.packed([350, 50])
+    assert layout.copy_(other).keys.reach is other.keys.reach
 
 
 def test_to_moves_every_tensor() -> None:

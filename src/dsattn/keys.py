@@ -4,7 +4,7 @@ Letters: T query rows on this rank, S keys in global order (all rows of all cont
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import numpy as np
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from dsattn.errors import InputError
+
+REACH_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,16 @@ class KeyRange:
     start: [T] int32, first key row.
     stop: [T] int32, one past the last key row.
     every_row_has_a_key: whoever made the ranges proved, from integers, that none is empty. False promises nothing.
+    reach: [ceil(T / REACH_ROWS), 2] int32 on the host, from integers too: of each run of REACH_ROWS rows the first key
+        that any of them may read, and one past the last; equal where none reads. None where nobody knows, as in ranges
+        that were not made by a Layout: `dataclasses.replace` leaves it out.
     Raises InputError on other shapes or dtypes. Values are not read: the tensors may live on a GPU.
     """
 
     start: Tensor
     stop: Tensor
     every_row_has_a_key: bool = False
+    reach: Tensor | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, value in (("start", self.start), ("stop", self.stop)):
@@ -43,6 +49,12 @@ class KeyRange:
         """T."""
         return self.start.shape[0]
 
+    def reaching(self, reach: Tensor | None) -> "KeyRange":
+        """The same ranges, with what is known of them on the host: their `reach`, or more."""
+        known = replace(self)
+        object.__setattr__(known, "reach", reach)
+        return known
+
     def row_slice(self, first: int, stop: int) -> "KeyRange":
         """The ranges of query rows `first .. stop - 1`."""
         return replace(self, start=self.start[first:stop], stop=self.stop[first:stop])
@@ -53,7 +65,7 @@ class KeyRange:
         Raises InputError for a count below 1.
         """
         _require_int("count", count, 1)
-        return replace(self, start=torch.maximum(self.start, self.stop - count))
+        return replace(self, start=torch.maximum(self.start, self.stop - count)).reaching(self.reach)
 
     def mask(self, num_keys: int) -> Tensor:
         """[T, num_keys] bool, True where the row may read the key. For small sizes: tests and references."""
@@ -70,7 +82,7 @@ class KeyRange:
 
     def to(self, device: torch.device | str) -> "KeyRange":
         """A copy on `device`; does not wait for a transfer to a GPU."""
-        return replace(self, start=_send(self.start, device), stop=_send(self.stop, device))
+        return replace(self, start=_send(self.start, device), stop=_send(self.stop, device)).reaching(self.reach)
 
 
 @dataclass(frozen=True)
@@ -262,6 +274,7 @@ class Layout:
             getattr(self, name).copy_(getattr(other, name))
         self.keys.start.copy_(other.keys.start)
         self.keys.stop.copy_(other.keys.stop)
+        object.__setattr__(self.keys, "reach", other.keys.reach)
         for name in ("num_real_rows", "lengths"):
             object.__setattr__(self, name, getattr(other, name))
         return self
@@ -327,7 +340,7 @@ class Layout:
             raise AssertionError("the key order is not a bijection")
         start, stop = _int32(np.where(is_real, first, rows)), _int32(np.where(is_real, rows + 1, rows))
         return cls(
-            keys=KeyRange(start, stop, every_row_has_a_key=bool(is_real.all())),
+            keys=KeyRange(start, stop, every_row_has_a_key=bool(is_real.all())).reaching(_reach(start, stop)),
             positions=torch.from_numpy(np.where(is_real, rows - first, 0)),
             rows=torch.from_numpy(rows),
             key_order=torch.from_numpy(key_order),
@@ -392,6 +405,17 @@ def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Concatenate `starts[i] .. starts[i] + counts[i] - 1`."""
     placed = np.cumsum(counts) - counts
     return np.repeat(starts - placed, counts) + np.arange(int(counts.sum()))
+
+
+def _reach(start: Tensor, stop: Tensor) -> Tensor:
+    """Of ranges on the host: see `KeyRange`."""
+    first, last = start.numpy(), stop.numpy()
+    reads, behind = last > first, -len(first) % REACH_ROWS
+    first = np.pad(np.where(reads, first, 2**31 - 1), (0, behind), constant_values=2**31 - 1)
+    last = np.pad(np.where(reads, last, 0), (0, behind))
+    most = last.reshape(-1, REACH_ROWS).max(1, initial=0)
+    least = np.minimum(first.reshape(-1, REACH_ROWS).min(1, initial=2**31 - 1), most)
+    return _int32(np.stack([least, most], 1))
 
 
 def _send(x: Tensor, device: torch.device | str) -> Tensor:

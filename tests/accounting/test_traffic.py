@@ -71,11 +71,11 @@ def test_tensor_parallel_gathers_rows_or_sums_them():
 
 
 def test_the_target_goes_from_heads_to_rows_or_to_all_of_them():
-    """K 64; half of 1024 rows, or twice that. Over all keys, and then for the backward, too."""
+    """K 64; half of 1024 rows, or twice that. Over half of the keys on the mean, and then for the backward, too."""
     assert traffic(tp=2)["target of the loss"] == ("tp", 4 * 64 * 512, 0)
     assert traffic(tp=2, recompute="full")["target of the loss"] == ("tp", 4 * 64 * 512, 0), "a replay has the loss"
     assert traffic(tp=2, recompute="full", reuse=False)["target of the loss"] == ("tp", 4 * 64 * 512, 4 * 64 * 512)
-    assert traffic(tp=2, mode="warmup")["target of the loss"] == ("tp", 4 * 1024 * 512, 4 * 1024 * 512)
+    assert traffic(tp=2, mode="warmup")["target of the loss"] == ("tp", 4 * 512 * 512, 4 * 512 * 512)
     assert traffic(tp=4, cp=2)["target of the loss"] == ("tp", 4 * 64 * 512 * 3 // 4, 0)
     whole = traffic(tp=2, split_indexer_rows=False)
     assert whole["target of the loss"] == ("tp", 2 * 4 * 64 * 512, 0)

@@ -546,8 +546,8 @@ for wrong, said in (
         assert said in str(error), error
 
 collectives = []
-total = HeadRanks.total
-HeadRanks.total = lambda ranks, x: collectives.append((ranks.shards, len(x))) or total(ranks, x)
+begin = HeadRanks.begin
+HeadRanks.begin = lambda ranks, x: collectives.append((ranks.shards, len(x))) or begin(ranks, x)
 for selection in (None, random_selection(case.keys, case.layout.num_keys, 7)):
     if selection is not None:
         selection = selection.with_inverse(case.layout.num_keys)  # of all rows: not for a part of them

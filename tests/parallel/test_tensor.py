@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +257,7 @@ class Sent(TorchDispatchMode):
 
 def targets(meshes: dict[str, ParallelMesh]) -> dict[tuple[str, str, str], tuple[set[str], list[tuple[int, ...]]]]:
     """What travels in a step of two layers, and each sum of a target: (ranks that share rows, rows in, rows out)."""
-    found, total = {}, HeadRanks.total
+    found, begin = {}, HeadRanks.begin
     for rows, mesh in meshes.items():
         for mode in ("warmup", "sparse"):
             for policy in ("none", "full"):
@@ -265,13 +265,13 @@ def targets(meshes: dict[str, ParallelMesh]) -> dict[tuple[str, str, str], tuple
                 split(model, mesh)
                 sums: list[tuple[int, ...]] = []
 
-                def noted(ranks: HeadRanks, x: Tensor, sums: list[tuple[int, ...]] = sums) -> Tensor:
-                    out = total(ranks, x)
+                def noted(ranks: HeadRanks, x: Tensor, sums: list[tuple[int, ...]] = sums) -> Callable[[], Tensor]:
+                    out = begin(ranks, x)()
                     sums.append((ranks.shards, len(x), len(out)))
-                    return out
+                    return lambda: out
 
                 with pytest.MonkeyPatch.context() as patch, Sent() as sent:
-                    patch.setattr(HeadRanks, "total", noted)
+                    patch.setattr(HeadRanks, "begin", noted)
                     once(model, "packed", layout_of("packed", mesh), mode, policy, ranks_of(mesh))
                 found[rows, mode, policy] = sent.names, sums
     return found

@@ -101,7 +101,7 @@ def _heads(here: Place, kept: Kept) -> list[Collective]:
 def _chosen(here: Place, kept: Kept) -> list[Collective]:
     """Selected indices to the ranks of all heads; the loss's target from heads to rows, or to all of them.
 
-    In the warm-up the target of all keys, which the backward makes, and sums, once more.
+    In the warm-up the target of what rows read of one document, which the backward makes, and sums, once more.
     """
     found, ranks, shared = [], here.parallel.tp, here.indexer_shards > 1
     if kept.selection() and shared:
@@ -109,7 +109,7 @@ def _chosen(here: Place, kept: Kept) -> list[Collective]:
             Collective("selected indices", "tp", "all-gather", _received(kept.selection() * here.rows, ranks), 0)
         )
     if kept.has_loss:
-        columns = kept.config.dsa.indexer.top_k if kept.sparse else here.keys
+        columns = kept.config.dsa.indexer.top_k if kept.sparse else here.keys // 2
         moved = (1 if shared else 2) * _received(FP32 * columns * here.rows, ranks)
         kind = "reduce-scatter" if shared else "all-reduce"
         found.append(Collective("target of the loss", "tp", kind, moved, 0 if kept.sparse else moved))

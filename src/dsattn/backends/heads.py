@@ -6,6 +6,7 @@ want the whole sum: an all-reduce. Where rows are dealt out, rank i of n takes r
 Letters: T rows of the loss here, R = n T rows that heads read, W columns.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,20 +48,24 @@ class HeadRanks:
         """x [R, W] with the rows of each shard together, shard by shard: what `total` takes."""
         return x.unflatten(0, (-1, self.shards)).transpose(0, 1).reshape(x.shape) if self.shards > 1 else x
 
-    def total(self, x: Tensor) -> Tensor:
-        """My [T, W] of the sum over ranks of x [R, W], shard by shard. What no row reads may be anything.
+    def begin(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum x [R, W], shard by shard, over ranks; what is returned waits, and gives my [T, W] of the sum.
 
-        Of x itself where one rank has every head. Else a collective: every rank of the group calls it as often, in one
-        order.
+        Of x itself where one rank has every head. Else a collective: every rank of the group begins as many, in one
+        order, and x stays as it is until then. What no row reads may be anything.
         """
         if not self.group:
-            return x.unflatten(0, (self.shards, -1))[self.shard] if self.shards > 1 else x
+            return lambda: x.unflatten(0, (self.shards, -1))[self.shard] if self.shards > 1 else x
         collectives = torch.ops._c10d_functional
         if self.shards == 1:
             begun = collectives.all_reduce(x.contiguous(), "sum", self.group)
         else:
             begun = collectives.reduce_scatter_tensor(x.contiguous(), "sum", self.shards, self.group)
-        return collectives.wait_tensor(begun)
+        return lambda: collectives.wait_tensor(begun)
+
+    def total(self, x: Tensor) -> Tensor:
+        """My [T, W] of the sum over ranks of x [R, W], shard by shard."""
+        return self.begin(x)()
 
 
 ALONE = HeadRanks()

@@ -64,7 +64,8 @@ def indexer_kl(
     rows = (*_index(selection), keys.start, keys.stop, *weights)
     flags = (scale, relu, ranks.group, ranks.shard, resolve_deterministic(deterministic), backend)
     inverse = (None, None) if ranks.shards > 1 else fields(selection, k_i.shape[0])  # it is of all R rows
-    return _forward(q_i, k_i, w, *attention, *rows, *flags, *inverse)[0]
+    reach = keys.reach if ranks.group and selection is None else None  # what is sent is cut to it
+    return _forward(q_i, k_i, w, *attention, *rows, *flags, *inverse, reach)[0]
 
 
 def head_ranks(q: Tensor, q_i: Tensor, head_group: dist.ProcessGroup | None) -> HeadRanks:
@@ -181,9 +182,10 @@ def _forward(
     backend: str,
     slot: Tensor | None = None,
     offset: Tensor | None = None,
+    reach: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     run = choose_forward((q_i, k_i, w, q, kv, lse), index, deterministic, backend)
-    keys, ranks = KeyRange(start, stop), HeadRanks.of(group, shard, q, q_i)
+    keys, ranks = KeyRange(start, stop).reaching(reach), HeadRanks.of(group, shard, q, q_i)
     loss, score_lse, mass, dscore = run(
         *(q_i, k_i, w, q, kv, lse, index, length, keys, real, divisor, scale, relu, ranks, None)
     )
@@ -223,10 +225,11 @@ def _backward(
     backend: str,
     slot: Tensor | None = None,
     offset: Tensor | None = None,
+    reach: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     run = choose_backward((q_i, k_i, w, q, kv, lse), index, deterministic, backend)
-    ranks = HeadRanks.of(group, shard, q, q_i)
-    keys, row_scale = KeyRange(start, stop), torch.where(ranks.own(real), grad / divisor, 0.0)
+    keys, ranks = KeyRange(start, stop).reaching(reach), HeadRanks.of(group, shard, q, q_i)
+    row_scale = torch.where(ranks.own(real), grad / divisor, 0.0)
     operands = (q_i, k_i, w, q, kv, lse, index, length, keys, real)
     saved, flags = (score_lse, mass, dscore), (scale, relu, ranks, deterministic)
     dq, dk, dw = run(row_scale, *operands, *saved, *flags, joined(slot, offset))
@@ -240,15 +243,15 @@ def _(grad, q_i, k_i, w, *rest):
 
 
 def _setup(ctx, inputs, output) -> None:
-    *operands, scale, relu, group, shard, deterministic, backend, slot, offset = inputs
+    *operands, scale, relu, group, shard, deterministic, backend, slot, offset, reach = inputs
     ctx.flags = (scale, relu, group, shard, deterministic, backend)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*operands, *output[1:], slot, offset)
+    ctx.save_for_backward(*operands, *output[1:], slot, offset, reach)
 
 
 def _autograd(ctx, grad, *_):
-    *saved, slot, offset = ctx.saved_tensors
-    return *_backward(grad, *saved, *ctx.flags, slot, offset), *(None,) * 17
+    *saved, slot, offset, reach = ctx.saved_tensors
+    return *_backward(grad, *saved, *ctx.flags, slot, offset, reach), *(None,) * 18
 
 
 _forward.register_autograd(_autograd, setup_context=_setup)

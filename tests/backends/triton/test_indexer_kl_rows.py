@@ -1,11 +1,13 @@
 """The parts that selected keys and ranges share: lines of columns, the target, a row's loss and gradient."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from dsattn.backends import ALONE
-from dsattn.keys import KeyRange
+from dsattn.backends import ALONE, HeadRanks
+from dsattn.keys import KeyRange, Layout
 
 rows = pytest.importorskip("dsattn.backends.triton.indexer_kl_rows", exc_type=ImportError)
 
@@ -99,7 +101,7 @@ def test_target_of_a_block_in_the_middle(device: str) -> None:
     begin, end = torch.full((9,), 5), torch.tensor([9, 9, 9, 9, 61, 5, 70, 9, 9])
     lines = rows.Lines(begin.int().to(device), end.int().to(device), None, 70)
     target = torch.full((3, 128), NAN, device=device)
-    assert rows.target_of(q, kv, lse, lines, 0.3, ALONE, slice(4, 7), target) is target
+    assert rows.begin_target(q, kv, lse, lines, 0.3, ALONE, slice(4, 7), target)() is target
     logits = 0.3 * torch.einsum("thc,shc->ths", q.double(), kv.double().repeat_interleave(3, 1))
     shift = lse.double().masked_fill(lse == -INF, 0)
     expected = (logits - shift[..., None]).exp().sum(1)[4:7]
@@ -107,6 +109,38 @@ def test_target_of_a_block_in_the_middle(device: str) -> None:
     counts = (column >= 5) & (column < end[4:7].to(device)[:, None])
     torch.testing.assert_close(target[:, :70][counts].double(), expected[counts], rtol=1e-5, atol=1e-6)
     assert target[:, :70][~counts].isnan().all()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_what_no_row_counts_is_not_sent(device: str, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of long documents a block sends the keys of its own; the sums are those of whole lines."""
+    generator = torch.Generator().manual_seed(0)
+    layout = Layout.packed([100, 256, 0, 90], padded=[128, 256, 256, 128]).to(device)
+    q, kv = (torch.randn(768, *shape, generator=generator).to(device) for shape in ((2, 16), (16,)))
+    lse = torch.randn(768, 2, generator=generator).to(device) + 3
+    lines = rows.lines_of(None, None, layout.keys, layout.real_rows, 768)
+    sent: list[tuple[int, ...]] = []
+
+    def mine(ranks: HeadRanks, x: Tensor) -> Callable[[], Tensor]:
+        sent.append(tuple(x.shape))
+        return lambda: 2 * x.unflatten(0, (shards, -1))[ranks.shard]
+
+    monkeypatch.setattr(HeadRanks, "begin", mine)
+    ranks = HeadRanks("heads", shards, shards - 1)
+    widths = []
+    for first, stop in ((0, 60), (138, 384), (384, 636)):
+        block = slice(first // shards, stop // shards)
+        every = ranks.all_rows(block)
+        found = []
+        for one in (lines, lines._replace(reach=None)):
+            scratch = torch.full((every.stop - every.start, 768), NAN, device=device)
+            found.append(rows.begin_target(q, kv, lse, one, 0.3, ranks, block, scratch)())
+        assert [one.shape for one in found] == [(block.stop - block.start, 768)] * 2
+        counts = ranks.own(layout.keys.mask(768)[every])
+        assert found[0][counts].equal(found[1][counts])
+        assert counts.any() != (first == 384), "nobody reads there"
+        widths += [width for _, width in sent[-2:]]
+    assert widths == [128, 768, 256, 768, 64, 768]
 
 
 @pytest.mark.gpu
@@ -121,7 +155,7 @@ def test_queries_beyond_two_to_the_31(device: str) -> None:
     begin, end = (torch.full((count,), value, dtype=torch.int32, device=device) for value in (0, 300))
     lines = rows.Lines(begin, end, None, 300)
     target = torch.empty(2, 320, device=device)
-    rows.target_of(q, kv, lse, lines, 0.05, ALONE, slice(count - 2, count), target)
+    rows.begin_target(q, kv, lse, lines, 0.05, ALONE, slice(count - 2, count), target)()
     expected = (0.05 * torch.einsum("thc,sc->ths", q[-2:].double(), kv.double()) - 3).exp().sum(1)
     torch.testing.assert_close(target[:, :300].double(), expected, rtol=1e-4, atol=1e-6)
 

@@ -22,11 +22,11 @@ from dsattn.backends.triton.chunks import meet
 from dsattn.backends.triton.indexer_kl_dense import ranges_backward, ranges_forward
 from dsattn.backends.triton.indexer_kl_rows import (
     Lines,
+    begin_target,
     fill_dscore,
     fill_loss,
     lines_of,
     row_blocks,
-    target_of,
 )
 from dsattn.backends.triton.invert import slots_of_run
 from dsattn.backends.triton.launch import launch
@@ -165,13 +165,15 @@ def _selected_forward(
     rows, top_k = dscore.shape
     blocks = row_blocks(rows, 4 * top_k * ranks.tables, scratch_bytes(SCRATCH_BYTES))
     scratch = dscore.new_empty(ranks.all_rows(blocks[0]).stop if target is None else 0, top_k)
-    _fill_scores(*indexer, mine, relu, dscore)
-    for block in blocks:
+    for number, block in enumerate(blocks):
         every = ranks.all_rows(block)
         if target is None:
-            part = target_of(*made_from, block, scratch[: every.stop - every.start])
+            wait = begin_target(*made_from, block, scratch[: every.stop - every.start])
         else:
-            part = ranks.total(ranks.deal(target[every].contiguous()))
+            wait = ranks.begin(ranks.deal(target[every].contiguous()))
+        if number == 0:  # of all rows, while the first part of the target is on its way
+            _fill_scores(*indexer, mine, relu, dscore)
+        part = wait()
         fill_loss(dscore[block], part, mine, block, row_values)
         fill_dscore(dscore[block], part, mine, block, score_lse, row_values[3])
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsattn.backends import HeadRanks, scratch_bytes
-from dsattn.backends.triton.indexer_kl_rows import Lines, fill_dscore, fill_loss, hull, row_blocks, target_of
+from dsattn.backends.triton.indexer_kl_rows import Lines, begin_target, fill_dscore, fill_loss, hull, row_blocks
 from dsattn.backends.triton.launch import launch
 from dsattn.backends.triton.select_scores import score_rows
 
@@ -63,8 +63,9 @@ def ranges_forward(
     """Fill row_values: loss [T], peak [T], rest [T], mass [T]. indexer: q_i, k_i, w; attention: q, kv, lse."""
     made_from, mine = (*attention, lines, scale, ranks), lines.own(ranks)
     for block, scores, scratch in _buffers(indexer[0].shape[0], lines, ranks):
+        wait = begin_target(*made_from, block, scratch)
         _fill_scores(indexer, mine, relu, block, scores)
-        target = target_of(*made_from, block, scratch)
+        target = wait()
         fill_loss(scores, target, mine, block, row_values)
 
 
@@ -88,8 +89,9 @@ def ranges_backward(
     shares = _shares(triton.cdiv(k_i.shape[0], tiles.keys), k_i.device)
     dk = torch.zeros(shares, *k_i.shape, dtype=torch.float32, device=k_i.device)
     for block, scores, scratch in _buffers(q_i.shape[0], lines, ranks):
+        wait = begin_target(*made_from, block, scratch)
         _fill_scores(indexer, mine, relu, block, scores)
-        target = target_of(*made_from, block, scratch)
+        target = wait()
         fill_dscore(scores, target, mine, block, score_lse, mass, row_scale)
         begin, end = mine.begin[block], mine.end[block]
         idle = begin >= end
