@@ -261,6 +261,57 @@ def test_rows_that_ranks_share_out(device: str, target: str, shards: int) -> Non
     assert_right(got, {name: x.double() for name, x in whole.items()})
 
 
+LONG = Layout.packed([100, 250, 0, 90, 130], padded=[128, 256, 256, 90, 134])
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_what_no_row_reads_is_not_sent(device: str, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what is known on the host of the ranges, the blocks' keys alone travel; results are those of whole lines."""
+    sizes = Sizes(heads=2, groups=1, width=8, index_heads=2, index_width=4)
+    case = make_case(LONG, sizes, device=device)
+    *before, keys, real = operands_of(case)
+    ranks, sent = HeadRanks("heads", shards, shards - 1), []
+
+    def mine(ranks: HeadRanks, x: Tensor) -> Callable[[], Tensor]:
+        sent.append(x.numel())
+        return lambda: x.unflatten(0, (ranks.shards, -1))[ranks.shard].clone()
+
+    monkeypatch.setattr(HeadRanks, "begin", mine)
+    found, cells = [], []
+    indexer = (ranks.own(case.q_i), case.k_i, ranks.own(case.w))
+    row_scale = ranks.own(torch.where(real, 1.0 + torch.arange(len(real), device=device) % 3, 0.0))
+    for reach in (keys.reach, None):
+        operands = (*indexer, *before[3:], keys.reaching(reach), real)
+        with settings(scratch_bytes=4 * (2 + shards) * 864 * 90):
+            found.append(kernel_run(operands, case.scale, row_scale=row_scale, ranks=ranks))
+        cells.append(sum(sent))
+        sent.clear()
+    assert_right(found[0], {name: x.double() for name, x in found[1].items()})
+    assert cells[1] == 2 * 864 * 896
+    assert cells[0] < 0.3 * cells[1]
+
+
+def test_cuts_join_rows_that_read_the_same() -> None:
+    """A long document is cut where its first rows read a part of it; short ones and padding join."""
+    long = Layout.packed([4096, *[16] * 64], padded=[4096, *[16] * 64], total=8192)
+    reach = long.keys.reach.tolist()
+    cuts = dense._cuts(8192, reach, 8192, ALONE, 2**40)
+    assert cuts[0] == (0, 128, 0, 128)
+    assert [cut[0] for cut in cuts[1:]] == [cut[1] for cut in cuts[:-1]]
+    assert cuts[-1][1] == 8192
+    assert len(cuts) < 20
+    for first, stop, low, high in cuts:
+        read = long.keys.row_slice(first, stop).mask(8192).any(0).nonzero().flatten().tolist()
+        assert not read or low <= read[0] <= read[-1] < high
+    cells = sum((stop - first) * (high - low) for first, stop, low, high in cuts)
+    assert cells < 1.3 * (4096 * (4096 + 128) / 2 + 1024 * 128 + 3072 * 64)
+    halves = dense._cuts(4096, reach, 8192, HeadRanks("heads", 2, 1), 2**40)
+    assert halves[-1][1] == 4096
+    assert all(low % 64 == high % 64 == 0 for _, _, low, high in halves)
+    few = dense._cuts(8192, reach, 8192, ALONE, 128 * 512)
+    assert all((stop - first) * (high - low) <= 128 * 512 or stop - first == 128 for first, stop, low, high in few)
+
+
 def test_an_off_by_one_range_is_seen(device: str) -> None:
     """Negative control."""
     case = make_case(Layout.causal(8), COMMON, device=device)

@@ -1,13 +1,11 @@
 """The parts that selected keys and ranges share: lines of columns, the target, a row's loss and gradient."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
-from dsattn.backends import ALONE, HeadRanks
-from dsattn.keys import KeyRange, Layout
+from dsattn.backends import ALONE
+from dsattn.keys import KeyRange
 
 rows = pytest.importorskip("dsattn.backends.triton.indexer_kl_rows", exc_type=ImportError)
 
@@ -111,36 +109,14 @@ def test_target_of_a_block_in_the_middle(device: str) -> None:
     assert target[:, :70][~counts].isnan().all()
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3])
-def test_what_no_row_counts_is_not_sent(device: str, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of long documents a block sends the keys of its own; the sums are those of whole lines."""
-    generator = torch.Generator().manual_seed(0)
-    layout = Layout.packed([100, 256, 0, 90], padded=[128, 256, 256, 128]).to(device)
-    q, kv = (torch.randn(768, *shape, generator=generator).to(device) for shape in ((2, 16), (16,)))
-    lse = torch.randn(768, 2, generator=generator).to(device) + 3
-    lines = rows.lines_of(None, None, layout.keys, layout.real_rows, 768)
-    sent: list[tuple[int, ...]] = []
-
-    def mine(ranks: HeadRanks, x: Tensor) -> Callable[[], Tensor]:
-        sent.append(tuple(x.shape))
-        return lambda: 2 * x.unflatten(0, (shards, -1))[ranks.shard]
-
-    monkeypatch.setattr(HeadRanks, "begin", mine)
-    ranks = HeadRanks("heads", shards, shards - 1)
-    widths = []
-    for first, stop in ((0, 60), (138, 384), (384, 636)):
-        block = slice(first // shards, stop // shards)
-        every = ranks.all_rows(block)
-        found = []
-        for one in (lines, lines._replace(reach=None)):
-            scratch = torch.full((every.stop - every.start, 768), NAN, device=device)
-            found.append(rows.begin_target(q, kv, lse, one, 0.3, ranks, block, scratch)())
-        assert [one.shape for one in found] == [(block.stop - block.start, 768)] * 2
-        counts = ranks.own(layout.keys.mask(768)[every])
-        assert found[0][counts].equal(found[1][counts])
-        assert counts.any() != (first == 384), "nobody reads there"
-        widths += [width for _, width in sent[-2:]]
-    assert widths == [128, 768, 256, 768, 64, 768]
+def test_lines_within_some_columns() -> None:
+    keys, real = KeyRange(ints(70, 65, 3, 80), ints(90, 65, 9, 99)), torch.tensor([True, True, False, True])
+    lines = rows.lines_of(None, None, keys, real, 98)
+    part = lines.within(64, 128)
+    assert part.begin.tolist() == [6, 1, -61, 16]
+    assert part.end.tolist() == [26, 1, -64, 34]
+    assert part.columns == 34
+    assert lines.within(0, 128) == lines._replace(reach=None)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,7 @@
 """The indexer's loss over ranges of keys, in blocks of rows whose targets and scores [rows, S] fit into SCRATCH_BYTES.
 
+Where ranks sum the target and it is known on the host what rows read, a block has only the keys that its rows do.
+
 The backward makes both again, turns them into dKL/dI, and multiplies twice: a program of `_query_kernel` sums dq and dw
 of a few rows over their keys, one of `_key_kernel` sums dk of a tile of keys over a share of the block's rows. No
 atomics: sums have one order, and bits repeat.
@@ -19,6 +21,7 @@ from dsattn.backends import HeadRanks, scratch_bytes
 from dsattn.backends.triton.indexer_kl_rows import Lines, begin_target, fill_dscore, fill_loss, hull, row_blocks
 from dsattn.backends.triton.launch import launch
 from dsattn.backends.triton.select_scores import score_rows
+from dsattn.keys import REACH_ROWS
 
 SCRATCH_BYTES = 2**28  # or less, as settings allow
 _MOST_SHARES = 16
@@ -51,6 +54,19 @@ class _Cut(NamedTuple):
     end: Tensor
 
 
+class _Block(NamedTuple):
+    """Some of my rows, and the keys from `first` to `stop`, at multiples of 64, which are all that they read.
+
+    scores: [rows, stop - first]; targets: the same of every rank's rows. All blocks share their memory.
+    """
+
+    rows: slice
+    first: int
+    stop: int
+    scores: Tensor
+    targets: Tensor
+
+
 def ranges_forward(
     indexer: tuple[Tensor, Tensor, Tensor],
     attention: tuple[Tensor, Tensor, Tensor],
@@ -61,12 +77,10 @@ def ranges_forward(
     row_values: tuple[Tensor, ...],
 ) -> None:
     """Fill row_values: loss [T], peak [T], rest [T], mass [T]. indexer: q_i, k_i, w; attention: q, kv, lse."""
-    made_from, mine = (*attention, lines, scale, ranks), lines.own(ranks)
-    for block, scores, scratch in _buffers(indexer[0].shape[0], lines, ranks):
-        wait = begin_target(*made_from, block, scratch)
-        _fill_scores(indexer, mine, relu, block, scores)
-        target = wait()
-        fill_loss(scores, target, mine, block, row_values)
+    mine = lines.own(ranks)
+    for block in _blocks(indexer[0].shape[0], lines, ranks):
+        target, counts = _fill(indexer, attention, lines, mine, scale, relu, ranks, block)
+        fill_loss(block.scores, target, counts, block.rows, row_values)
 
 
 def ranges_backward(
@@ -83,46 +97,94 @@ def ranges_backward(
     q_i, k_i, w = indexer
     row_scale, score_lse, mass = saved
     dq, dw = grads
-    made_from, mine = (*attention, lines, scale, ranks), lines.own(ranks)
-    assert mine.begin is not None
+    mine = lines.own(ranks)
     tiles = EXACT_TILES if q_i.dtype == torch.float32 else KEY_TILES
     shares = _shares(triton.cdiv(k_i.shape[0], tiles.keys), k_i.device)
     dk = torch.zeros(shares, *k_i.shape, dtype=torch.float32, device=k_i.device)
-    for block, scores, scratch in _buffers(q_i.shape[0], lines, ranks):
-        wait = begin_target(*made_from, block, scratch)
-        _fill_scores(indexer, mine, relu, block, scores)
-        target = wait()
-        fill_dscore(scores, target, mine, block, score_lse, mass, row_scale)
-        begin, end = mine.begin[block], mine.end[block]
+    for block in _blocks(q_i.shape[0], lines, ranks):
+        target, counts = _fill(indexer, attention, lines, mine, scale, relu, ranks, block)
+        fill_dscore(block.scores, target, counts, block.rows, score_lse, mass, row_scale)
+        assert counts.begin is not None
+        rows, keys = block.rows, slice(block.first, block.stop)
+        begin, end = counts.begin[rows], counts.end[rows]
         idle = begin >= end
-        cut = _Cut(
-            q_i[block].masked_fill(idle[:, None, None], 0), w[block].masked_fill(idle[:, None], 0), scores, begin, end
-        )
-        _fill_query_gradients(cut, k_i, relu, dq[block], dw[block])
-        _add_key_gradients(cut, k_i, relu, tiles, dk)
+        of_rows = (q_i[rows].masked_fill(idle[:, None, None], 0), w[rows].masked_fill(idle[:, None], 0))
+        cut = _Cut(*of_rows, block.scores, begin, end)
+        _fill_query_gradients(cut, k_i[keys], relu, dq[rows], dw[rows])
+        _add_key_gradients(cut, k_i[keys], relu, tiles, dk[:, keys])
     return dk.sum(0)
 
 
-def _buffers(rows: int, lines: Lines, ranks: HeadRanks) -> list[tuple[slice, Tensor, Tensor]]:
-    """Each block of my rows with its scores [rows, line] and every rank's part of their targets.
+def _blocks(rows: int, lines: Lines, ranks: HeadRanks) -> list[_Block]:
+    """Blocks whose scores and targets fit into the scratch; where reach is known, of as many rows as read the same."""
+    line, bytes_per_cell = triton.cdiv(lines.columns, 64) * 64, 4 * (1 + ranks.tables)
+    most = scratch_bytes(SCRATCH_BYTES) // bytes_per_cell
+    # A graph that is captured repeats its sizes for other ranges.
+    known = lines.reach is not None and not (lines.end.is_cuda and torch.cuda.is_current_stream_capturing())
+    cuts = (
+        _cuts(rows, lines.reach.tolist(), line, ranks, most)
+        if known and lines.reach is not None
+        else [(0, rows, 0, line)]
+    )
+    parts = []
+    for start, stop, first, last in cuts:
+        for part in row_blocks(stop - start, bytes_per_cell * (last - first), most * bytes_per_cell, _TILE_ROWS):
+            parts.append((slice(start + part.start, start + part.stop), first, last))
+    cells = [(part.stop - part.start) * (last - first) for part, first, last in parts]
+    whole = torch.empty((1 + ranks.shards) * max(cells), dtype=torch.float32, device=lines.end.device)
+    found = []
+    for (part, first, last), size in zip(parts, cells, strict=True):
+        scores, targets = whole[:size], whole[size : (1 + ranks.shards) * size]
+        found.append(_Block(part, first, last, scores.view(-1, last - first), targets.view(-1, last - first)))
+    return found
 
-    Parts of two buffers that all blocks share.
+
+def _cuts(rows: int, reach: list[list[int]], line: int, ranks: HeadRanks, most: int) -> list[tuple[int, int, int, int]]:
+    """(first of my rows, one past the last, first key, one past the last): runs of rows that read about the same.
+
+    Neighbours join where that adds at most a quarter to what they read, and to no more than `most` cells.
     """
-    line = triton.cdiv(lines.columns, 64) * 64
-    blocks = row_blocks(rows, (1 + ranks.tables) * 4 * line, scratch_bytes(SCRATCH_BYTES), _TILE_ROWS)
-    most = blocks[0].stop
-    whole = torch.empty((1 + ranks.shards) * most, line, dtype=torch.float32, device=lines.end.device)
-    scores, targets = whole[:most], whole[most:]
-    sizes = [block.stop - block.start for block in blocks]
-    return [(block, scores[:n], targets[: n * ranks.shards]) for block, n in zip(blocks, sizes, strict=True)]
+    found: list[tuple[int, int, int, int]] = []
+    read = 0  # cells of the last run's parts
+    for start in range(0, rows, _TILE_ROWS):
+        stop = min(start + _TILE_ROWS, rows)
+        every = ranks.all_rows(slice(start, stop))
+        runs = [
+            run for run in reach[every.start // REACH_ROWS : triton.cdiv(every.stop, REACH_ROWS)] if run[0] < run[1]
+        ]
+        first = min((run[0] for run in runs), default=0) // 64 * 64
+        last = min(max(triton.cdiv(max((run[1] for run in runs), default=0), 64) * 64, first + 64), line)
+        cells = (stop - start) * (last - first)
+        if found:
+            before, _, low, high = found[-1]
+            low, high = min(low, first), max(high, last)
+            joined = (stop - before) * (high - low)
+            if joined <= most and 4 * joined <= 5 * (read + cells):
+                found[-1] = (before, stop, low, high)
+                read += cells
+                continue
+        found.append((start, stop, first, last))
+        read = cells
+    return found
 
 
-def _fill_scores(
-    indexer: tuple[Tensor, Tensor, Tensor], lines: Lines, relu: bool, block: slice, scores: Tensor
-) -> None:
-    q_i, k_i, w = indexer
-    assert lines.begin is not None
-    score_rows(q_i, k_i, w, lines.begin, lines.end, relu, scores, block.start)
+def _fill(
+    indexer: tuple[Tensor, Tensor, Tensor],
+    attention: tuple[Tensor, Tensor, Tensor],
+    lines: Lines,
+    mine: Lines,
+    scale: float,
+    relu: bool,
+    ranks: HeadRanks,
+    block: _Block,
+) -> tuple[Tensor, Lines]:
+    """(the target of a block, its lines); its scores are made while ranks sum the target."""
+    (q_i, k_i, w), (q, kv, lse), keys = indexer, attention, slice(block.first, block.stop)
+    every, counts = (one.within(block.first, block.stop) for one in (lines, mine))
+    wait = begin_target(q, kv[keys], lse, every, scale, ranks, block.rows, block.targets)
+    assert counts.begin is not None
+    score_rows(q_i, k_i[keys], w, counts.begin, counts.end, relu, block.scores, block.rows.start)
+    return wait(), counts
 
 
 def _geometry(q_i: Tensor, relu: bool, tiles: Tiles) -> dict[str, int]:
@@ -239,11 +301,11 @@ def _add_key_gradients(cut: _Cut, k_i: Tensor, relu: bool, tiles: Tiles, dk: Ten
     key_tiles = triton.cdiv(keys, tiles.keys)
     share_tiles = triton.cdiv(triton.cdiv(rows, geometry["ROWS"]), len(dk))
     sizes = (rows, cut.dscore.shape[1], keys, key_tiles, share_tiles)
-    launch(_key_kernel, (key_tiles * len(dk),), *cut, k_i, dk, *sizes, SCAN=1024, **geometry)
+    launch(_key_kernel, (key_tiles * len(dk),), *cut, k_i, dk, *sizes, dk.stride(0), SCAN=1024, **geometry)
 
 
 @triton.jit(
-    do_not_specialize=["rows", "line", "keys", "key_tiles", "share_tiles"],
+    do_not_specialize=["rows", "line", "keys", "key_tiles", "share_tiles", "stride"],
     do_not_specialize_on_alignment=["w", "begin", "end", "dscore"],
 )
 def _key_kernel(
@@ -259,6 +321,7 @@ def _key_kernel(
     keys,
     key_tiles,
     share_tiles,
+    stride,
     H: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
@@ -268,7 +331,7 @@ def _key_kernel(
     SCAN: tl.constexpr,
     RELU: tl.constexpr,
 ):
-    """Add to dk [shares, S, D] what share_tiles tiles of rows give to KEYS keys."""
+    """Add to dk [shares, S, D] what share_tiles tiles of rows give to KEYS keys. stride: from share to share."""
     share = tl.program_id(0) // key_tiles
     first_key = tl.program_id(0) % key_tiles * KEYS
     key_N = first_key + tl.arange(0, KEYS)
@@ -293,7 +356,7 @@ def _key_kernel(
         if RELU:
             ddot_NA = tl.where(tl.dot(k_NX, tl.trans(q_AX), input_precision="ieee") > 0, ddot_NA, 0.0)
         dk_NX = tl.dot(ddot_NA.to(q_AX.dtype), q_AX, dk_NX, input_precision="ieee")
-    place_NX = (share.to(tl.int64) * keys + key_N)[:, None] * D + x_X[None, :]
+    place_NX = share.to(tl.int64) * stride + key_N[:, None] * D + x_X[None, :]
     if low < high:
         tl.store(dk + place_NX, tl.load(dk + place_NX, mask=mask_NX, other=0.0) + dk_NX, mask=mask_NX)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from dsattn.backends import HeadRanks
 from dsattn.backends.triton.chunks import LOG2_E, shared_bytes
 from dsattn.backends.triton.launch import launch
-from dsattn.keys import REACH_ROWS, KeyRange
+from dsattn.keys import KeyRange
 
 
 class Tiles(NamedTuple):
@@ -54,18 +54,11 @@ class Lines(NamedTuple):
         begin, index = (None if x is None else ranks.own(x).contiguous() for x in (self.begin, self.index))
         return Lines(begin, ranks.own(self.end).contiguous(), index, self.columns)
 
-    def window(self, rows: slice, line: int) -> tuple[int, int]:
-        """(first, stop) of columns that rows count at most, at multiples of 64, not empty; the line where unknown.
-
-        A graph that is captured repeats its sizes for other ranges.
-        """
-        if self.reach is None or (self.end.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return 0, line
-        runs = self.reach[rows.start // REACH_ROWS : triton.cdiv(rows.stop, REACH_ROWS)]
-        runs = runs[runs[:, 0] < runs[:, 1]]
-        if not len(runs):
-            return 0, min(64, line)
-        return int(runs[:, 0].min()) // 64 * 64, min(triton.cdiv(int(runs[:, 1].max()), 64) * 64, line)
+    def within(self, first: int, stop: int) -> "Lines":
+        """Of the columns from `first` to `stop` alone, for rows that count no others of theirs."""
+        assert self.begin is not None
+        begin, end = (self.begin - first, self.end - first) if first else (self.begin, self.end)
+        return Lines(begin, end, None, min(stop, self.columns) - first)
 
 
 def lines_of(index: Tensor | None, length: Tensor | None, keys: KeyRange, real: Tensor, num_keys: int) -> Lines:
@@ -95,7 +88,7 @@ def hull(begin_R, end_R):
 
 
 @triton.jit(
-    do_not_specialize=["first_row", "rows", "row_tiles", "line", "column_tiles", "first_of_line"],
+    do_not_specialize=["first_row", "rows", "row_tiles", "line", "column_tiles"],
     do_not_specialize_on_alignment=["lse", "index", "begin", "end"],
 )
 def _target_kernel(
@@ -112,7 +105,6 @@ def _target_kernel(
     row_tiles,
     line,
     column_tiles,
-    first_of_line,
     H: tl.constexpr,
     G: tl.constexpr,
     C: tl.constexpr,
@@ -126,7 +118,7 @@ def _target_kernel(
     """target[row, column] = sum_h exp(scale q_h . k - lse_h) of ROWS rows and KEYS columns; 0 in holes.
 
     first_row: of the block, whose first line is target's first; its rows are dealt to SHARDS runs of lines, in turn.
-    first_of_line: the column that a line begins with; None for 0. With an index, ROWS is 1 and its line is K.
+    With an index, ROWS is 1 and its line is K.
     """
     SHARE: tl.constexpr = H // G
     HEAD_TILES: tl.constexpr = (SHARE + HEADS - 1) // HEADS
@@ -137,9 +129,6 @@ def _target_kernel(
     if tile < 0:
         return
     first_column = (program // BAND) % column_tiles * KEYS
-    if first_of_line is not None:
-        first_column += first_of_line
-        target -= first_of_line
     line_R = tile * ROWS + tl.arange(0, ROWS)
     begin_R, end_R = load_span(begin, end, first_row + line_R, line_R < rows)
     low, high = hull(begin_R, end_R)
@@ -284,49 +273,20 @@ def begin_target(
 ) -> Callable[[], Tensor]:
     """Begin to make sum_h exp(scale q . k - lse) of a block of my rows, over the heads of every rank.
 
-    What is returned waits for the ranks and gives it: [rows of block, line]. Columns that no row of it counts are not
-    sent where that is known. q: [R, H, C], R as in `HeadRanks`, and kv: [S, C] or [S, G, C] of one dtype, contiguous;
-    lse: [R, H]; lines: of R. scratch: [rows of block on all ranks, line] fp32, in use until the last call.
+    What is returned waits for the ranks and gives it: [rows of block, line]. q: [R, H, C], R as in `HeadRanks`, and kv:
+    [S, C] or [S, G, C] of one dtype, contiguous; lse: [R, H]; lines: of R. scratch: [rows of block on all ranks, line]
+    fp32, in use until then.
     """
-    every, line = ranks.all_rows(block), scratch.shape[1]
-    first, stop = lines.window(every, line)
-    if not ranks.group or stop - first == line:
-        _fill_target(q, kv, lse, lines, scale, ranks, every, 0, scratch)
-        return ranks.begin(scratch)
-    part = scratch.view(-1)[: len(scratch) * (stop - first)].view(len(scratch), stop - first)
-    _fill_target(q, kv, lse, lines, scale, ranks, every, first, part)
-    wait = ranks.begin(part)
-
-    def finish() -> Tensor:
-        total, whole = wait(), scratch[: block.stop - block.start]  # what was sent is of no use any more
-        whole[:, first:stop] = total
-        return whole
-
-    return finish
-
-
-def _fill_target(
-    q: Tensor,
-    kv: Tensor,
-    lse: Tensor,
-    lines: Lines,
-    scale: float,
-    ranks: HeadRanks,
-    every: slice,
-    first_of_line: int,
-    target: Tensor,
-) -> None:
-    """target: [rows of every, columns from first_of_line on], of this rank's heads, shard by shard."""
-    (_, heads, width), (rows, line) = q.shape, target.shape
+    (_, heads, width), every = q.shape, ranks.all_rows(block)
+    rows = every.stop - every.start
     groups = 1 if kv.dim() == 2 else kv.shape[1]
     tiles = target_tiles(heads // groups, width, q.dtype, lines.index is not None, shared_bytes(q.device))
-    columns = min(lines.columns - first_of_line, line)
-    row_tiles, column_tiles = triton.cdiv(rows, tiles.rows), triton.cdiv(columns, tiles.keys)
+    row_tiles, column_tiles = triton.cdiv(rows, tiles.rows), triton.cdiv(lines.columns, tiles.keys)
     launch(
         _target_kernel,
         (triton.cdiv(row_tiles, tiles.band) * tiles.band * column_tiles,),
-        *(q, kv, lse, lines.index, lines.begin, lines.end, target),
-        *(scale, every.start, rows, row_tiles, line, column_tiles, first_of_line or None),
+        *(q, kv, lse, lines.index, lines.begin, lines.end, scratch),
+        *(scale, every.start, rows, row_tiles, scratch.shape[1], column_tiles),
         H=heads,
         G=groups,
         C=width,
@@ -339,6 +299,7 @@ def _fill_target(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
+    return ranks.begin(scratch)
 
 
 def target_tiles(share: int, width: int, dtype: torch.dtype, selected: bool, shared: int) -> Tiles:
