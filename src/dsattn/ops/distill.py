@@ -64,7 +64,8 @@ def indexer_kl(
     rows = (*_index(selection), keys.start, keys.stop, *weights)
     flags = (scale, relu, ranks.group, ranks.shard, resolve_deterministic(deterministic), backend)
     inverse = (None, None) if ranks.shards > 1 else fields(selection, k_i.shape[0])  # it is of all R rows
-    reach = keys.reach if ranks.group and selection is None else None  # what is sent is cut to it
+    # Blocks are cut by it; a compiled graph would repeat their sizes for other ranges.
+    reach = keys.reach if selection is None and not torch.compiler.is_compiling() else None
     return _forward(q_i, k_i, w, *attention, *rows, *flags, *inverse, reach)[0]
 
 

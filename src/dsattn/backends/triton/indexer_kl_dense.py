@@ -1,6 +1,7 @@
 """The indexer's loss over ranges of keys, in blocks of rows whose targets and scores [rows, S] fit into SCRATCH_BYTES.
 
-Where ranks sum the target and it is known on the host what rows read, a block has only the keys that its rows do.
+Where it is known on the host what rows read, a block has only the keys that its rows do, and as many more rows: fewer
+blocks have more work each, and what ranks sum is what they read.
 
 The backward makes both again, turns them into dKL/dI, and multiplies twice: a program of `_query_kernel` sums dq and dw
 of a few rows over their keys, one of `_key_kernel` sums dk of a tile of keys over a share of the block's rows. No
