@@ -64,8 +64,8 @@ def indexer_kl(
     rows = (*_index(selection), keys.start, keys.stop, *weights)
     flags = (scale, relu, ranks.group, ranks.shard, resolve_deterministic(deterministic), backend)
     inverse = (None, None) if ranks.shards > 1 else fields(selection, k_i.shape[0])  # it is of all R rows
-    # Blocks are cut by it; a compiled graph would repeat their sizes for other ranges.
-    reach = keys.reach if selection is None and not torch.compiler.is_compiling() else None
+    # What ranks send is cut to it. One rank cuts as a CUDA graph must, whose sizes stay: its bits are the same.
+    reach = keys.reach if ranks.group and selection is None and not torch.compiler.is_compiling() else None
     return _forward(q_i, k_i, w, *attention, *rows, *flags, *inverse, reach)[0]
 
 

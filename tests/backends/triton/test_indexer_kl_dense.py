@@ -295,8 +295,8 @@ def test_cuts_join_rows_that_read_the_same() -> None:
     """A long document is cut where its first rows read a part of it; short ones and padding join."""
     long = Layout.packed([4096, *[16] * 64], padded=[4096, *[16] * 64], total=8192)
     reach = long.keys.reach.tolist()
-    cuts = dense._cuts(8192, reach, 8192, ALONE, 2**40)
-    assert cuts[0] == (0, 128, 0, 128)
+    cuts = dense._cuts(8192, reach, 8192, ALONE, 2**22)
+    assert cuts[0] == (0, 640, 0, 640)  # an eighth of what fits, and no row more
     assert [cut[0] for cut in cuts[1:]] == [cut[1] for cut in cuts[:-1]]
     assert cuts[-1][1] == 8192
     assert len(cuts) < 20
@@ -304,8 +304,8 @@ def test_cuts_join_rows_that_read_the_same() -> None:
         read = long.keys.row_slice(first, stop).mask(8192).any(0).nonzero().flatten().tolist()
         assert not read or low <= read[0] <= read[-1] < high
     cells = sum((stop - first) * (high - low) for first, stop, low, high in cuts)
-    assert cells < 1.3 * (4096 * (4096 + 128) / 2 + 1024 * 128 + 3072 * 64)
-    halves = dense._cuts(4096, reach, 8192, HeadRanks("heads", 2, 1), 2**40)
+    assert cells < 1.5 * (4096 * (4096 + 128) / 2 + 1024 * 128 + 3072 * 64)
+    halves = dense._cuts(4096, reach, 8192, HeadRanks("heads", 2, 1), 2**22)
     assert halves[-1][1] == 4096
     assert all(low % 64 == high % 64 == 0 for _, _, low, high in halves)
     few = dense._cuts(8192, reach, 8192, ALONE, 128 * 512)

@@ -1,7 +1,7 @@
 """The indexer's loss over ranges of keys, in blocks of rows whose targets and scores [rows, S] fit into SCRATCH_BYTES.
 
-Where it is known on the host what rows read, a block has only the keys that its rows do, and as many more rows: fewer
-blocks have more work each, and what ranks sum is what they read.
+Where ranks sum the target and it is known on the host what rows read, a block has only the keys that its rows do, and
+as many more rows: what is sent is what is read, and fewer blocks have more work each.
 
 The backward makes both again, turns them into dKL/dI, and multiplies twice: a program of `_query_kernel` sums dq and dw
 of a few rows over their keys, one of `_key_kernel` sums dk of a tile of keys over a share of the block's rows. No
@@ -143,7 +143,7 @@ def _blocks(rows: int, lines: Lines, ranks: HeadRanks) -> list[_Block]:
 def _cuts(rows: int, reach: list[list[int]], line: int, ranks: HeadRanks, most: int) -> list[tuple[int, int, int, int]]:
     """(first of my rows, one past the last, first key, one past the last): runs of rows that read about the same.
 
-    Neighbours join where that adds at most a quarter to what they read, and to no more than `most` cells.
+    Neighbours join to no more than `most` cells, and where that adds at most a half to what they read, or makes few.
     """
     found: list[tuple[int, int, int, int]] = []
     read = 0  # cells of the last run's parts
@@ -160,7 +160,7 @@ def _cuts(rows: int, reach: list[list[int]], line: int, ranks: HeadRanks, most: 
             before, _, low, high = found[-1]
             low, high = min(low, first), max(high, last)
             joined = (stop - before) * (high - low)
-            if joined <= most and 4 * joined <= 5 * (read + cells):
+            if joined <= most and (2 * joined <= 3 * (read + cells) or joined <= most // 8):
                 found[-1] = (before, stop, low, high)
                 read += cells
                 continue
