@@ -895,7 +895,7 @@ class ParallelConfig(Checked):
     sequence_parallel: bool = True
     """Keep the residual stream of tensor parallel ranks split by rows between the parts that are split by heads."""
     split_indexer_rows: bool = True
-    """Each tensor parallel rank selects for its share of the rows; otherwise every one selects for all."""
+    """Each tensor parallel rank selects, and takes the loss, for its share of the rows; otherwise every one for all."""
     dynamic_cp: bool = False
     """Cut a micro-batch of short documents over fewer context parallel ranks, several groups of which then share it."""
     check_ranks: bool = False
