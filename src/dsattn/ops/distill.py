@@ -49,8 +49,9 @@ def indexer_kl(
     q_i: [T, H_I, D], k_i: [S, D], w: [T, H_I]: the indexer's, as in `indexer_scores`.
     q: [R, H, C], kv: [S, C] or keys [S, G, C], lse: [R, H]: the attention's, over the same keys: dense attention's
     where `selection` is None, else sparse attention's over `selection`. Detached: nothing but q_i, k_i, w learns.
+    keys, selection: of the R rows. R is T but where `head_group` shares rows out.
     real_rows: [R] bool; rows left out add nothing. divisor: real rows of the whole global batch (number or 0-d tensor);
-    by default this call's own. keys, selection: of the R rows, which are the T but in the second case of head_group:
+    by default this call's own.
     head_group: process group whose n ranks hold the other heads; the target sums over it. With R = n T the rows are
     shared out: rank i takes the loss of rows i, i + n, ... (`Layout.deal_rows`), to which the target is
     reduce-scattered; loss and gradients are then parts of a sum over the group.
