@@ -352,6 +352,16 @@ class Layout:
         )
 
 
+def dealt(x: Tensor, shards: int) -> Tensor:
+    """x [R, ...] with the rows of each shard of `Layout.deal_rows` together, shard by shard."""
+    return x.reshape(x.shape[0] // shards, shards, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+
+
+def dealt_back(x: Tensor, shards: int) -> Tensor:
+    """The inverse of `dealt`."""
+    return x.view(shards, x.shape[0] // shards, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+
+
 _TENSORS = tuple(f.name for f in fields(Layout) if f.type is Tensor)
 
 

@@ -18,6 +18,17 @@ def test_row_blocks_cover_every_row_once(rows: int, bytes_per_row: int) -> None:
         assert size == 1 or size * bytes_per_row <= blocks._CPU_BYTES
 
 
+@pytest.mark.parametrize("multiple", [1, 2, 3])
+@pytest.mark.parametrize("bytes_per_row", [1, 2**22, 2**23, 2**40])
+def test_row_blocks_are_multiples(bytes_per_row: int, multiple: int) -> None:
+    cut = list(row_blocks(12, bytes_per_row, CPU, multiple))
+    assert [row for block in cut for row in range(block.start, block.stop)] == list(range(12))
+    for block in cut:
+        size = block.stop - block.start
+        assert block.start % multiple == size % multiple == 0
+        assert size == multiple or size * bytes_per_row <= blocks._CPU_BYTES
+
+
 def test_a_gpu_gets_larger_blocks() -> None:
     assert len(list(row_blocks(1000, 2**20, CUDA))) < len(list(row_blocks(1000, 2**20, CPU)))
     assert key_runs(CUDA) > key_runs(CPU)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsattn.backends import ALONE
+from dsattn.backends import ALONE, HeadRanks
 from dsattn.keys import Layout
 from dsattn.ops import blocks, dense_mla, distill, ranged, sparse_mla
 from dsattn.ops.distill_reference import attention_shares, backward_reference, forward_reference
@@ -78,6 +78,36 @@ def test_saves_what_whole_matrices_say(mode: str, cut: tuple[int, int], monkeypa
         share = torch.where(mask, scores.softmax(1), 0.0)
         wanted = (share - target).gather(1, selection.index.clamp(min=0).long())
         torch.testing.assert_close(dscore, torch.where(selection.index < 0, 0.0, wanted), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("cut", [(1, 1), (3, 500), (16, 40_000), (4096, 2**30)])
+@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_that_ranks_share_out(
+    mode: str, shards: int, cut: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts are the whole, however rows and keys are cut: each rank has rows i, i + n, ..., and here every head."""
+    case = make_case(Layout.packed([11, 0, 1, 26], padded=[12, 2, 1, 29]), dtype=torch.float64)
+    whole, operands = forward(case, selection_of(mode, case))
+    grads = backward(operands, list(whole[1:]), case.scale)
+    monkeypatch.setattr(ranged, "key_runs", lambda device: cut[0])
+    monkeypatch.setattr(blocks, "_CPU_BYTES", cut[1])
+    q_i, k_i, w, *rest = operands
+    divisor = torch.tensor(float(rest[-1].sum()), dtype=torch.float64)
+    loss, dk = torch.zeros_like(whole[0]), torch.zeros_like(grads[1])
+    exact = {"rtol": 1e-11, "atol": 1e-13, "equal_nan": True}
+    for shard in range(shards):
+        ranks = HeadRanks("", shards, shard)
+        mine = (ranks.own(q_i), k_i, ranks.own(w), *rest)
+        part, *saved = forward_reference(*mine, divisor, case.scale, True, ranks)
+        row_scale = ranks.own(rest[-1]).to(part.dtype)
+        dq, dk_part, dw = backward_reference(row_scale, *mine, *saved, case.scale, True, ranks, True)
+        loss, dk = loss + part, dk + dk_part
+        live = ranks.own(rest[-1])
+        for got, right in zip((dq, dw, saved[1], saved[2]), (grads[0], grads[2], whole[2], whole[3]), strict=True):
+            torch.testing.assert_close(got[live], ranks.own(right)[live], **exact)
+    torch.testing.assert_close(loss, whole[0], **exact)
+    torch.testing.assert_close(dk, grads[1], **exact)
 
 
 @pytest.mark.parametrize("mode", MODES)

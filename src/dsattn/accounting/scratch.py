@@ -6,12 +6,16 @@ Letters: T rows, S keys, H heads, C key width, K kept keys, D indexer width.
 """
 
 import dataclasses
+import functools
 from typing import Literal
+
+from torch import Tensor
 
 from dsattn.accounting.kept import FP32, Kept
 from dsattn.accounting.place import Place
-from dsattn.backends import current, scratch_bytes
+from dsattn.backends import ALONE, CUT_KEYS, HeadRanks, current, row_cuts, scratch_bytes
 from dsattn.config import GQAConfig, MLAConfig
+from dsattn.keys import Layout
 
 CPU_BLOCK = 2**24  # `ops.blocks`
 CPU_RUN = 1024  # `ops.blocks`: keys met at once
@@ -153,11 +157,25 @@ def loss_target(one: Kept, here: Place, device: Literal["cpu", "cuda"]) -> int:
         return 0
     if device == "cpu":
         return 0 if one.sparse else CPU_BLOCK + _cpu_run(one, here)
-    column = FP32 * (here.rows // here.indexer_shards)
-    tables = here.indexer_shards + (here.parallel.tp > 1)
+    rows = here.rows // here.indexer_shards
+    ranks = HeadRanks("tp", here.indexer_shards) if here.parallel.tp > 1 else ALONE
     if one.sparse:
-        return min(scratch_bytes(TARGET), tables * column * one.config.dsa.indexer.top_k) + _own_slots(one, here)
-    return min(scratch_bytes(RANGES), (1 + tables) * column * here.keys)
+        target = ranks.tables * FP32 * rows * one.config.dsa.indexer.top_k
+        return min(scratch_bytes(TARGET), target) + _own_slots(one, here)
+    cell = FP32 * (1 + ranks.tables)
+    if ranks == ALONE:
+        return min(scratch_bytes(RANGES), cell * rows * here.keys)
+    most, line = scratch_bytes(RANGES) // cell, -(-here.keys // CUT_KEYS) * CUT_KEYS
+    found = row_cuts(rows, _reach(here.keys, here.parallel.cp), line, ranks.shards, most)
+    return cell * min(most, max((cut.cells for cut in found), default=0))
+
+
+@functools.lru_cache(maxsize=16)
+def _reach(keys: int, cp: int) -> Tensor:
+    """What the rows of one of `cp` ranks read of one document."""
+    reach = Layout.packed([keys - keys % (2 * cp)], total=keys, cp_size=cp).keys.reach
+    assert reach is not None, "a layout knows"
+    return reach
 
 
 def _own_slots(one: Kept, here: Place) -> int:

@@ -20,6 +20,10 @@ from typing import Any
 from dsattn.backends.call import Call as Call
 from dsattn.backends.call import size_class as size_class
 from dsattn.backends.call import unmet as unmet
+from dsattn.backends.cuts import CUT_KEYS as CUT_KEYS
+from dsattn.backends.cuts import CUT_ROWS as CUT_ROWS
+from dsattn.backends.cuts import Cut as Cut
+from dsattn.backends.cuts import row_cuts as row_cuts
 from dsattn.backends.heads import ALONE as ALONE
 from dsattn.backends.heads import HeadRanks as HeadRanks
 from dsattn.backends.options import Settings as Settings

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsattn.keys import dealt
+
 
 @dataclass(frozen=True)
 class HeadRanks:
@@ -46,7 +48,7 @@ class HeadRanks:
 
     def deal(self, x: Tensor) -> Tensor:
         """x [R, W] with the rows of each shard together, shard by shard: what `total` takes."""
-        return x.unflatten(0, (-1, self.shards)).transpose(0, 1).reshape(x.shape) if self.shards > 1 else x
+        return dealt(x, self.shards) if self.shards > 1 else x
 
     def begin(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin to sum x [R, W], shard by shard, over ranks; what is returned waits, and gives my [T, W] of the sum.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsattn.errors import InputError
-from dsattn.keys import Layout
+from dsattn.keys import Layout, dealt, dealt_back
 from dsattn.nn.ranks import Gathered, Ranks
 from dsattn.parallel.collectives import (
     Axis,
@@ -194,16 +194,6 @@ class RankGroups:
             f"0 and {rank} first. Their indexers' weights or inputs differ: load the same weights on every rank, and "
             "sum replicated gradients with parallel.tensor.reduce_replicated"
         )
-
-
-def dealt(x: Tensor, shards: int) -> Tensor:
-    """x [R, ...] with the rows of each shard of `Layout.deal_rows` together, shard by shard."""
-    return x.reshape(x.shape[0] // shards, shards, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
-
-
-def dealt_back(x: Tensor, shards: int) -> Tensor:
-    """The inverse of `dealt`."""
-    return x.view(shards, x.shape[0] // shards, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
 
 
 def ranks_of(mesh: ParallelMesh, *, check: bool = False) -> Ranks | None:

@@ -13,10 +13,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
+
+from dsattn import settings
+from dsattn.backends import HeadRanks
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 collect_ignore_glob = [] if HAS_TRITON else ["test_*.py"]
@@ -69,6 +73,43 @@ def interpret() -> Callable[..., int]:
         return int(passed[1]) if passed else 0
 
     return run
+
+
+@pytest.fixture
+def parts_add_up() -> Callable[..., None]:
+    """`check(functions, operands, scale, shards, scratch_bytes)`: ranks that share the loss's rows find the whole loss.
+
+    functions: run, exact_run and assert_right of a file. operands: of the loss's forward, up to `real`; those that
+    count are four of five. Rank i of n has all rows of attention, here with every head, and rows i, i + n, ... of the
+    indexer. scratch_bytes: that a part may use. Rows at the end that n does not divide are left out.
+    """
+
+    def check(
+        functions: tuple[Callable[..., Any], ...], operands: tuple, scale: float, shards: int, scratch_bytes: int
+    ) -> None:
+        run, exact_run, assert_right = functions
+        q_i, k_i, w, q, kv, lse, index, length, keys, real = operands
+        row = torch.arange(len(real), device=real.device)
+        real = real & (row % 5 != 3)
+        rows = slice(0, len(real) // shards * shards)
+        index, length = (None if x is None else x[rows] for x in (index, length))
+        rest = (q[rows], kv, lse[rows], index, length, keys.row_slice(0, rows.stop), real[rows])
+        row_scale = torch.where(real, 1 + row % 3, 0.0)[rows]
+        whole = run((q_i[rows], k_i, w[rows], *rest), scale, row_scale=row_scale)
+        parts = []
+        for shard in range(shards):
+            ranks = HeadRanks("", shards, shard)
+            part = (ranks.own(q_i[rows]), k_i, ranks.own(w[rows]), *rest)
+            flags = {"row_scale": ranks.own(row_scale), "ranks": ranks}
+            with settings(scratch_bytes=scratch_bytes):
+                parts.append(run(part, scale, **flags))
+            assert_right(parts[-1], exact_run(part, scale, **flags))
+        got = {name: torch.stack([part[name] for part in parts]).sum(0) for name in ("loss", "k_i")}
+        for name in whole.keys() - got.keys():
+            got[name] = torch.stack([part[name] for part in parts], 1).flatten(0, 1)
+        assert_right(got, {name: x.double() for name, x in whole.items()})
+
+    return check
 
 
 def _let_numbers_be_bounds() -> None:

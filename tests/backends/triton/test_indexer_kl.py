@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsattn.backends import ALONE, Call, HeadRanks, settings
 from dsattn.errors import BackendUnavailable
-from dsattn.keys import KeyRange, Layout
+from dsattn.keys import Layout
 from dsattn.ops.distill_reference import backward_reference, forward_reference
 from dsattn.selection import Inverse, Selection, invert
 from dsattn.testing import (
@@ -319,36 +319,11 @@ def test_target_is_summed_over_the_group(device: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("shards", [2, 3])
 @pytest.mark.parametrize("target", ["mla", "gqa"])
-def test_rows_that_ranks_share_out(device: str, target: str, shards: int) -> None:
-    """Rank i of n has all rows of attention, and rows i, i + n, ... of the indexer: the loss's parts add up.
-
-    Cut into blocks of a few rows, and with rows that do not count; each rank has every head.
-    """
+def test_rows_that_ranks_share_out(device: str, parts_add_up: Callable, target: str, shards: int) -> None:
     case = make_case(Layout.packed([7, 0, 1, 5 + 16]), COMMON, device=device)
-    real = torch.arange(case.layout.num_keys, device=device) % 5 != 3
-    real &= case.keys.stop > case.keys.start
-    operands = operands_of(case, choose_keys(case), target, real=real)
-    rows = len(real) // shards * shards
-    cut = slice(0, rows)
-    *attention, index, length, _, _ = operands[3:]
-    keys = KeyRange(case.keys.start[cut], case.keys.stop[cut])
-    q, kv, lse = attention
-    of_rows = (q[cut], kv, lse[cut], index[cut], length[cut], keys, real[cut])
-    row_scale = torch.where(real, 1 + torch.arange(len(real), device=device) % 3, 0.0)[cut]
-    whole = kernel_run((case.q_i[cut], case.k_i, case.w[cut], *of_rows), case.scale, row_scale=row_scale)
-    parts = []
-    for shard in range(shards):
-        ranks = HeadRanks("", shards, shard)
-        indexer = (ranks.own(case.q_i[cut]), case.k_i, ranks.own(case.w[cut]))
-        flags = {"row_scale": ranks.own(row_scale), "ranks": ranks}
-        with settings(scratch_bytes=4 * COMMON.top_k * (shards + 1) * 3):
-            parts.append(kernel_run((*indexer, *of_rows), case.scale, **flags))
-        exact = run((forward_reference, backward_reference), (*indexer, *of_rows), case.scale, **flags)
-        assert_right(parts[-1], {name: x.double() for name, x in exact.items()})
-    got = {name: sum(part[name] for part in parts) for name in ("loss", "k_i")}
-    for name in whole.keys() - got.keys():
-        got[name] = torch.stack([part[name] for part in parts], 1).flatten(0, 1)
-    assert_right(got, {name: x.double() for name, x in whole.items()})
+    operands = operands_of(case, choose_keys(case), target)
+    scratch = 3 * 4 * COMMON.top_k * (shards + 1)  # of three rows
+    parts_add_up((kernel_run, exact_run, assert_right), operands, case.scale, shards, scratch)
 
 
 def test_an_off_by_one_selection_is_seen(device: str) -> None:

@@ -229,36 +229,11 @@ def test_target_is_summed_over_the_group(device: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("shards", [2, 3])
 @pytest.mark.parametrize("target", ["mla", "gqa"])
-def test_rows_that_ranks_share_out(device: str, target: str, shards: int) -> None:
-    """Rank i of n has all rows of attention, and rows i, i + n, ... of the indexer: the loss's parts add up.
-
-    Cut into blocks of a few rows, and with rows that do not count; each rank has every head.
-    """
+def test_rows_that_ranks_share_out(device: str, parts_add_up: Callable, target: str, shards: int) -> None:
     case = make_case(Layout.packed([7, 0, 1, 5 + 16], padded=[7, 2, 1, 26]), COMMON, device=device)
-    real = torch.arange(case.layout.num_keys, device=device) % 5 != 3
-    real &= case.keys.stop > case.keys.start
-    operands = operands_of(case, target, real=real)
-    rows = len(real) // shards * shards
-    cut = slice(0, rows)
-    *attention, _, _, _, _ = operands[3:]
-    keys = KeyRange(case.keys.start[cut], case.keys.stop[cut])
-    q, kv, lse = attention
-    of_rows = (q[cut], kv, lse[cut], None, None, keys, real[cut])
-    row_scale = torch.where(real, 1 + torch.arange(len(real), device=device) % 3, 0.0)[cut]
-    whole = kernel_run((case.q_i[cut], case.k_i, case.w[cut], *of_rows), case.scale, row_scale=row_scale)
-    parts = []
-    for shard in range(shards):
-        ranks = HeadRanks("", shards, shard)
-        indexer = (ranks.own(case.q_i[cut]), case.k_i, ranks.own(case.w[cut]))
-        flags = {"row_scale": ranks.own(row_scale), "ranks": ranks}
-        with settings(scratch_bytes=(shards + 2) * 4 * 64 * 3):
-            parts.append(kernel_run((*indexer, *of_rows), case.scale, **flags))
-        exact = run((forward_reference, backward_reference), (*indexer, *of_rows), case.scale, **flags)
-        assert_right(parts[-1], {name: x.double() for name, x in exact.items()})
-    got = {name: sum(part[name] for part in parts) for name in ("loss", "k_i")}
-    for name in whole.keys() - got.keys():
-        got[name] = torch.stack([part[name] for part in parts], 1).flatten(0, 1)
-    assert_right(got, {name: x.double() for name, x in whole.items()})
+    operands = operands_of(case, target)
+    scratch = 3 * 4 * 64 * (shards + 2)  # of three rows
+    parts_add_up((kernel_run, exact_run, assert_right), operands, case.scale, shards, scratch)
 
 
 LONG = Layout.packed([100, 250, 0, 90, 130], padded=[128, 256, 256, 90, 134])
@@ -289,27 +264,6 @@ def test_what_no_row_reads_is_not_sent(device: str, shards: int, monkeypatch: py
     assert_right(found[0], {name: x.double() for name, x in found[1].items()})
     assert cells[1] == 2 * 864 * 896
     assert cells[0] < 0.3 * cells[1]
-
-
-def test_cuts_join_rows_that_read_the_same() -> None:
-    """A long document is cut where its first rows read a part of it; short ones and padding join."""
-    long = Layout.packed([4096, *[16] * 64], padded=[4096, *[16] * 64], total=8192)
-    reach = long.keys.reach.tolist()
-    cuts = dense._cuts(8192, reach, 8192, ALONE, 2**22)
-    assert cuts[0] == (0, 640, 0, 640)  # an eighth of what fits, and no row more
-    assert [cut[0] for cut in cuts[1:]] == [cut[1] for cut in cuts[:-1]]
-    assert cuts[-1][1] == 8192
-    assert len(cuts) < 20
-    for first, stop, low, high in cuts:
-        read = long.keys.row_slice(first, stop).mask(8192).any(0).nonzero().flatten().tolist()
-        assert not read or low <= read[0] <= read[-1] < high
-    cells = sum((stop - first) * (high - low) for first, stop, low, high in cuts)
-    assert cells < 1.5 * (4096 * (4096 + 128) / 2 + 1024 * 128 + 3072 * 64)
-    halves = dense._cuts(4096, reach, 8192, HeadRanks("heads", 2, 1), 2**22)
-    assert halves[-1][1] == 4096
-    assert all(low % 64 == high % 64 == 0 for _, _, low, high in halves)
-    few = dense._cuts(8192, reach, 8192, ALONE, 128 * 512)
-    assert all((stop - first) * (high - low) <= 128 * 512 or stop - first == 128 for first, stop, low, high in few)
 
 
 def test_an_off_by_one_range_is_seen(device: str) -> None:

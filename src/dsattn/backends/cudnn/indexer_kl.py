@@ -107,8 +107,7 @@ def indexer_kl_backward(
     The kernel's gradient is linear in the target: a row's scale goes there, and the sign that all rows have in common
     into the gradient of the loss. Rows that give nothing hold no key.
     """
-    _check((q_i, k_i, w), relu, ALONE)
-    index, length = ranks.own(index), ranks.own(length)
+    _check((q_i, k_i, w), relu, ranks)
     live = (row_scale != 0) & (mass != 0)
     index = index.masked_fill(~live[:, None], -1)
     empty = index < 0

@@ -18,15 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsattn.backends import HeadRanks, scratch_bytes
+from dsattn.backends import CUT_KEYS, CUT_ROWS, Cut, HeadRanks, row_cuts, scratch_bytes
 from dsattn.backends.triton.indexer_kl_rows import Lines, begin_target, fill_dscore, fill_loss, hull, row_blocks
 from dsattn.backends.triton.launch import launch
 from dsattn.backends.triton.select_scores import score_rows
-from dsattn.keys import REACH_ROWS
 
 SCRATCH_BYTES = 2**28  # or less, as settings allow
 _MOST_SHARES = 16
-_TILE_ROWS = 128  # blocks are cut at whole tiles of any kernel
 
 
 class Tiles(NamedTuple):
@@ -42,7 +40,7 @@ QUERY_TILES = KEY_TILES = Tiles(64, 64, 4, 3)
 EXACT_TILES = Tiles(16, 16, 4, 1)  # fp32 has no tensor cores: the compiler unrolls every product
 
 
-class _Cut(NamedTuple):
+class _Part(NamedTuple):
     """A block of rows of the backward. q_i [rows, H_I, D] and w [rows, H_I] are 0 in rows that read nothing.
 
     dscore: [rows, line], where a row reads. begin, end: [rows].
@@ -56,14 +54,12 @@ class _Cut(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Some of my rows, and the keys from `first` to `stop`, at multiples of 64, which are all that they read.
+    """Some of my rows and their keys, with its part of the memory that all blocks share.
 
-    scores: [rows, stop - first]; targets: the same of every rank's rows. All blocks share their memory.
+    scores: [rows, keys of the cut]; targets: the same of every rank's rows.
     """
 
-    rows: slice
-    first: int
-    stop: int
+    cut: Cut
     scores: Tensor
     targets: Tensor
 
@@ -81,7 +77,7 @@ def ranges_forward(
     mine = lines.own(ranks)
     for block in _blocks(indexer[0].shape[0], lines, ranks):
         target, counts = _fill(indexer, attention, lines, mine, scale, relu, ranks, block)
-        fill_loss(block.scores, target, counts, block.rows, row_values)
+        fill_loss(block.scores, target, counts, block.cut.rows, row_values)
 
 
 def ranges_backward(
@@ -104,68 +100,39 @@ def ranges_backward(
     dk = torch.zeros(shares, *k_i.shape, dtype=torch.float32, device=k_i.device)
     for block in _blocks(q_i.shape[0], lines, ranks):
         target, counts = _fill(indexer, attention, lines, mine, scale, relu, ranks, block)
-        fill_dscore(block.scores, target, counts, block.rows, score_lse, mass, row_scale)
+        fill_dscore(block.scores, target, counts, block.cut.rows, score_lse, mass, row_scale)
         assert counts.begin is not None
-        rows, keys = block.rows, slice(block.first, block.stop)
+        rows, keys = block.cut.rows, slice(block.cut.first, block.cut.stop)
         begin, end = counts.begin[rows], counts.end[rows]
         idle = begin >= end
         of_rows = (q_i[rows].masked_fill(idle[:, None, None], 0), w[rows].masked_fill(idle[:, None], 0))
-        cut = _Cut(*of_rows, block.scores, begin, end)
-        _fill_query_gradients(cut, k_i[keys], relu, dq[rows], dw[rows])
-        _add_key_gradients(cut, k_i[keys], relu, tiles, dk[:, keys])
+        part = _Part(*of_rows, block.scores, begin, end)
+        _fill_query_gradients(part, k_i[keys], relu, dq[rows], dw[rows])
+        _add_key_gradients(part, k_i[keys], relu, tiles, dk[:, keys])
     return dk.sum(0)
 
 
 def _blocks(rows: int, lines: Lines, ranks: HeadRanks) -> list[_Block]:
-    """Blocks whose scores and targets fit into the scratch; where reach is known, of as many rows as read the same."""
-    line, bytes_per_cell = triton.cdiv(lines.columns, 64) * 64, 4 * (1 + ranks.tables)
-    most = scratch_bytes(SCRATCH_BYTES) // bytes_per_cell
-    # A graph that is captured repeats its sizes for other ranges.
-    known = lines.reach is not None and not (lines.end.is_cuda and torch.cuda.is_current_stream_capturing())
-    cuts = (
-        _cuts(rows, lines.reach.tolist(), line, ranks, most)
-        if known and lines.reach is not None
-        else [(0, rows, 0, line)]
-    )
+    """Blocks whose scores and targets fit into the scratch; where reach is known, with the keys that are read."""
+    line, bytes_per_cell = triton.cdiv(lines.columns, CUT_KEYS) * CUT_KEYS, 4 * (1 + ranks.tables)
+    scratch = scratch_bytes(SCRATCH_BYTES)
+    reach = lines.reach
+    if lines.end.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph repeats its sizes for other ranges
+        reach = None
+    whole = [Cut(slice(0, rows), 0, line)]
+    wide = whole if reach is None else row_cuts(rows, reach, line, ranks.shards, scratch // bytes_per_cell)
     parts = []
-    for start, stop, first, last in cuts:
-        for part in row_blocks(stop - start, bytes_per_cell * (last - first), most * bytes_per_cell, _TILE_ROWS):
-            parts.append((slice(start + part.start, start + part.stop), first, last))
-    cells = [(part.stop - part.start) * (last - first) for part, first, last in parts]
-    whole = torch.empty((1 + ranks.shards) * max(cells), dtype=torch.float32, device=lines.end.device)
+    for cut in wide:
+        start, stop = cut.rows.start, cut.rows.stop
+        for part in row_blocks(stop - start, bytes_per_cell * (cut.stop - cut.first), scratch, CUT_ROWS):
+            parts.append(cut._replace(rows=slice(start + part.start, start + part.stop)))
+    most = max(part.cells for part in parts)
+    memory = torch.empty((1 + ranks.shards) * most, dtype=torch.float32, device=lines.end.device)
     found = []
-    for (part, first, last), size in zip(parts, cells, strict=True):
-        scores, targets = whole[:size], whole[size : (1 + ranks.shards) * size]
-        found.append(_Block(part, first, last, scores.view(-1, last - first), targets.view(-1, last - first)))
-    return found
-
-
-def _cuts(rows: int, reach: list[list[int]], line: int, ranks: HeadRanks, most: int) -> list[tuple[int, int, int, int]]:
-    """(first of my rows, one past the last, first key, one past the last): runs of rows that read about the same.
-
-    Neighbours join to no more than `most` cells, and where that adds at most a half to what they read, or makes few.
-    """
-    found: list[tuple[int, int, int, int]] = []
-    read = 0  # cells of the last run's parts
-    for start in range(0, rows, _TILE_ROWS):
-        stop = min(start + _TILE_ROWS, rows)
-        every = ranks.all_rows(slice(start, stop))
-        runs = [
-            run for run in reach[every.start // REACH_ROWS : triton.cdiv(every.stop, REACH_ROWS)] if run[0] < run[1]
-        ]
-        first = min((run[0] for run in runs), default=0) // 64 * 64
-        last = min(max(triton.cdiv(max((run[1] for run in runs), default=0), 64) * 64, first + 64), line)
-        cells = (stop - start) * (last - first)
-        if found:
-            before, _, low, high = found[-1]
-            low, high = min(low, first), max(high, last)
-            joined = (stop - before) * (high - low)
-            if joined <= most and (2 * joined <= 3 * (read + cells) or joined <= most // 8):
-                found[-1] = (before, stop, low, high)
-                read += cells
-                continue
-        found.append((start, stop, first, last))
-        read = cells
+    for part in parts:
+        scores, targets = memory[: part.cells], memory[part.cells : (1 + ranks.shards) * part.cells]
+        width = part.stop - part.first
+        found.append(_Block(part, scores.view(-1, width), targets.view(-1, width)))
     return found
 
 
@@ -180,11 +147,11 @@ def _fill(
     block: _Block,
 ) -> tuple[Tensor, Lines]:
     """(the target of a block, its lines); its scores are made while ranks sum the target."""
-    (q_i, k_i, w), (q, kv, lse), keys = indexer, attention, slice(block.first, block.stop)
-    every, counts = (one.within(block.first, block.stop) for one in (lines, mine))
-    wait = begin_target(q, kv[keys], lse, every, scale, ranks, block.rows, block.targets)
+    (q_i, k_i, w), (q, kv, lse), (rows, first, stop) = indexer, attention, block.cut
+    every, counts = lines.within(first, stop), mine.within(first, stop)
+    wait = begin_target(q, kv[first:stop], lse, every, scale, ranks, rows, block.targets)
     assert counts.begin is not None
-    score_rows(q_i, k_i[keys], w, counts.begin, counts.end, relu, block.scores, block.rows.start)
+    score_rows(q_i, k_i[first:stop], w, counts.begin, counts.end, relu, block.scores, rows.start)
     return wait(), counts
 
 
@@ -204,11 +171,11 @@ def _geometry(q_i: Tensor, relu: bool, tiles: Tiles) -> dict[str, int]:
     }
 
 
-def _fill_query_gradients(cut: _Cut, k_i: Tensor, relu: bool, dq: Tensor, dw: Tensor) -> None:
-    geometry = _geometry(cut.q_i, relu, EXACT_TILES if cut.q_i.dtype == torch.float32 else QUERY_TILES)
-    rows = len(cut.end)
+def _fill_query_gradients(part: _Part, k_i: Tensor, relu: bool, dq: Tensor, dw: Tensor) -> None:
+    geometry = _geometry(part.q_i, relu, EXACT_TILES if part.q_i.dtype == torch.float32 else QUERY_TILES)
+    rows = len(part.end)
     grid = (triton.cdiv(rows, geometry["ROWS"]),)
-    launch(_query_kernel, grid, *cut, k_i, dq, dw, rows, cut.dscore.shape[1], **geometry)
+    launch(_query_kernel, grid, *part, k_i, dq, dw, rows, part.dscore.shape[1], **geometry)
 
 
 @triton.jit
@@ -296,13 +263,13 @@ def _shares(key_tiles: int, device: torch.device) -> int:
     return max(1, min(triton.cdiv(4 * processors, key_tiles), _MOST_SHARES))
 
 
-def _add_key_gradients(cut: _Cut, k_i: Tensor, relu: bool, tiles: Tiles, dk: Tensor) -> None:
-    geometry = _geometry(cut.q_i, relu, tiles)
-    rows, keys = len(cut.end), k_i.shape[0]
+def _add_key_gradients(part: _Part, k_i: Tensor, relu: bool, tiles: Tiles, dk: Tensor) -> None:
+    geometry = _geometry(part.q_i, relu, tiles)
+    rows, keys = len(part.end), k_i.shape[0]
     key_tiles = triton.cdiv(keys, tiles.keys)
     share_tiles = triton.cdiv(triton.cdiv(rows, geometry["ROWS"]), len(dk))
-    sizes = (rows, cut.dscore.shape[1], keys, key_tiles, share_tiles)
-    launch(_key_kernel, (key_tiles * len(dk),), *cut, k_i, dk, *sizes, dk.stride(0), SCAN=1024, **geometry)
+    sizes = (rows, part.dscore.shape[1], keys, key_tiles, share_tiles)
+    launch(_key_kernel, (key_tiles * len(dk),), *part, k_i, dk, *sizes, dk.stride(0), SCAN=1024, **geometry)
 
 
 @triton.jit(
